@@ -1,0 +1,69 @@
+"""One class per kind of mistake, all derived from `MoeCompileError`.
+
+Dynamo wraps whatever a backend raises in `BackendCompilerFailed` and whatever a function marked
+`assume_constant_result` raises in `InternalTorchDynamoError`, so that a user cannot catch the original class. A
+`ShortenTraceback` is let through unchanged in both places, with `fullgraph` on and off; hence the base class.
+
+Every message has three parts: what was asked, what was found, what to do.
+"""
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class MoeCompileError(ShortenTraceback):
+    """Base class of everything that moe_compile raises on purpose.
+
+    Args:
+        asked: what the user requested.
+        found: what stands against it.
+        remedy: what to do instead.
+    """
+
+    def __init__(self, asked: str, found: str, remedy: str) -> None:
+        super().__init__(f"{asked}: {found}. {remedy}.", first_useful_frame=None)
+        self.asked = asked
+        self.found = found
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.asked, self.found, self.remedy)
+
+
+class UnknownBackendError(MoeCompileError, ValueError):
+    """An experts backend's name that nothing is registered under."""
+
+
+class SelectionError(MoeCompileError, ValueError):
+    """A mapping of experts backends that is malformed or matches no experts block."""
+
+
+class OptionError(MoeCompileError, ValueError):
+    """A compile mode, an Inductor option or an argument of `backend()` that does not exist or does not fit."""
+
+
+class RuleError(MoeCompileError):
+    """The chosen experts backend is not legal here (compile mode, fullgraph, dtype, device, training)."""
+
+
+class UnsupportedBlockError(MoeCompileError):
+    """An experts block that was found but cannot be rewritten, such as one with quantised weights."""
+
+
+class BlockInputError(MoeCompileError, ValueError):
+    """Tensors of an experts block whose shapes, dtypes or devices do not fit together."""
+
+
+class RewriteError(MoeCompileError, ValueError):
+    """`rewrite()` was given something that it cannot rewrite."""
+
+
+class NoExpertsWarning(UserWarning):
+    """The compiled model holds no experts block."""
+
+
+class FallbackWarning(UserWarning):
+    """Another experts backend runs than the one that was asked for."""
+
+
+class MemoryWarning(UserWarning):
+    """An experts backend is about to copy many bytes per call."""
