@@ -33,38 +33,74 @@ class GateSpec:
 class ExpertsSpec:
     """Layout and arithmetic of one experts block.
 
+    The same record describes a block that was found (every field that is known is filled in) and, given to
+    `register_experts`, the layout of a class (sizes and dtypes are then read from the module's parameters).
+
     Attributes:
         num_experts: E, the experts whose weights are here (the local ones under expert parallelism).
         top_k: K, experts per token.
         hidden_size: D, features in and out.
-        intermediate_size: F, rows that enter the down projection.
+        intermediate_size: F, features that enter the down projection.
         weight_dtype: dtype of the experts' weights.
         activation_dtype: dtype of the hidden states that enter the block.
         routing_dtype: dtype of the routing weights.
         gated: the first projection yields 2F features, half of them gating the other half.
         concatenated: gate and up are halves of the first projection; False means interleaved.
         transposed: weights are (E, in, out) instead of (E, out, in).
-        bias: both projections add a bias per expert.
         gate: what lies between the projections.
         routing_weight: where the routing weight is multiplied.
         post_expert_norm: each expert's output is normalised before the routing weight.
         quantisation: None for plain floating-point weights, else the format ("fp8", "fp4").
         scale_format: format of the quantisation scales ("float32", "ue8m0"), None without any.
+        up: attribute of the module that holds the first projection, (E, 2F, D), or (E, D, 2F) when transposed.
+        down: attribute that holds the second projection, (E, D, F), or (E, F, D) when transposed.
+        up_bias: attribute that holds the first projection's bias (E, 2F), None without one.
+        down_bias: attribute that holds the second projection's bias (E, D), None without one.
     """
 
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    weight_dtype: torch.dtype
-    activation_dtype: torch.dtype
-    routing_dtype: torch.dtype
+    num_experts: int | None = None
+    top_k: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    weight_dtype: torch.dtype | None = None
+    activation_dtype: torch.dtype | None = None
+    routing_dtype: torch.dtype | None = None
     gated: bool = True
     concatenated: bool = True
     transposed: bool = False
-    bias: bool = False
     gate: GateSpec = field(default_factory=GateSpec)
     routing_weight: RoutingWeightPlace = "output"
     post_expert_norm: bool = False
     quantisation: str | None = None
     scale_format: str | None = None
+    up: str = "gate_up_proj"
+    down: str = "down_proj"
+    up_bias: str | None = None
+    down_bias: str | None = None
+
+    @property
+    def bias(self) -> bool:
+        """Whether either projection adds a bias per expert."""
+        return self.up_bias is not None or self.down_bias is not None
+
+    def summary(self) -> str:
+        """One line for people, such as `E=8 K=2 D=64 F=48 bfloat16 silu concatenated`."""
+        sizes = (("E", self.num_experts), ("K", self.top_k), ("D", self.hidden_size), ("F", self.intermediate_size))
+        words = [f"{name}={value}" for name, value in sizes if value is not None]
+        if self.weight_dtype is not None:
+            words.append(str(self.weight_dtype).removeprefix("torch."))
+        words.append(self.gate.kind if self.gated else f"{self.gate.kind}, not gated")
+        if self.gated and not self.concatenated:
+            words.append("interleaved")
+        words += [
+            word
+            for word, present in (
+                ("transposed", self.transposed),
+                ("bias", self.bias),
+                ("norm", self.post_expert_norm),
+                (f"weight on the {self.routing_weight}", self.routing_weight != "output"),
+                (self.quantisation, self.quantisation is not None),
+            )
+            if present and word
+        ]
+        return " ".join(words)

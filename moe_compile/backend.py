@@ -1,0 +1,245 @@
+"""`moe_compile.backend(...)`: the object that goes to `torch.compile(model, backend=...)`."""
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.fx import GraphModule
+
+from moe_compile.capture import tracing
+from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
+from moe_compile.decision import ON_REJECT, OnReject
+from moe_compile.errors import NoExpertsWarning, OptionError
+from moe_compile.modes import CompileSettings, nearest, resolve_settings
+from moe_compile.report import Block, GraphSummary, Rejected
+from moe_compile.rewriter import Rewriter
+from moe_compile.rules import Situation
+from moe_compile.selection import Experts, Selection
+
+
+class _Choice:
+    """What is chosen now; compiled code is guarded by `signature`, so that `set()` is seen by the next call."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.signature = selection.signature
+
+
+class MoeBackend:
+    """A Dynamo backend that rewrites experts blocks and hands the graph on. Made by `backend()`.
+
+    Two backends are equal when they would compile a model alike now: Dynamo then shares compiled code between them.
+    """
+
+    __name__ = "moe_compile"  # Dynamo asks every backend for its name
+
+    def __init__(self, experts: Experts, on_reject: OnReject, compiler: Compiler) -> None:
+        if on_reject not in ON_REJECT:
+            raise OptionError(
+                f"on_reject={on_reject!r}",
+                f"there is no such policy{nearest(on_reject, list(ON_REJECT))}",
+                f"Use one of {', '.join(ON_REJECT)}",
+            )
+        self.on_reject = on_reject
+        self.compiler = check_compiler(compiler)
+        self.choice = _Choice(Selection.of(experts))
+        self._lock = threading.Lock()
+        self._used_settings = CompileSettings()
+        self._captured: WeakKeyDictionary[InstructionTranslator, dict[str, Block]] = WeakKeyDictionary()
+        self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._sub_configs: dict[str, None] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the record of what was compiled."""
+        self.blocks: dict[str, Block] = {}
+        self.rejected: list[Rejected] = []
+        self.graphs: list[GraphSummary] = []
+        self._warned = False
+
+    # What torch.compile calls ----------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: list[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Rewrites the experts blocks of a graph and compiles it.
+
+        Args:
+            gm: what Dynamo traced; it is rewritten in place.
+            example_inputs: its inputs, real or fake.
+            mode: a compile mode, as `torch.compile(mode=...)` passes it.
+            options: Inductor options, as `torch.compile(options=...)` passes them.
+
+        Returns:
+            The compiled callable.
+
+        Raises:
+            MoeCompileError: a child of it for every combination that is not legal, before anything is compiled.
+        """
+        settings = resolve_settings(mode, options)
+        translator = tracing.root_translator()
+        captured = self._captured.get(translator, {}) if translator is not None else {}
+        rewriter = Rewriter(
+            self.choice.selection,
+            self.on_reject,
+            situation_of(example_inputs, settings, translator is not None and translator.one_graph),
+            blocks=dict(captured),
+        )
+        summary = rewriter.rewrite(gm)
+        with self._lock:
+            self._used_settings = settings
+            self.graphs.append(summary)
+            self.blocks.update(rewriter.blocks)
+            self.rejected += rewriter.rejected
+        if translator is not None:
+            self.learn_paths(translator)
+            if rewriter.blocks:
+                tracing.guard_attribute(translator, self.choice, "signature")
+            elif not tracing.ends_in_graph_break(translator):
+                self._warn_without_experts()
+        return compile_graph(self.compiler, settings, gm, example_inputs)
+
+    def reset(self) -> None:
+        """Called by `torch._dynamo.reset()`."""
+        self.forget()
+        reset_compiler(self.compiler, self._used_settings)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MoeBackend) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((MoeBackend, self.on_reject))  # what `set()` does not change
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.choice.signature, self.on_reject, self.compiler
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MoeBackend, (dict(self.choice.selection.entries), self.on_reject, self.compiler)
+
+    def __repr__(self) -> str:
+        entries = dict(self.choice.selection.entries)
+        experts = entries[""] if len(entries) == 1 else entries
+        return f"moe_compile.backend({experts!r}, on_reject={self.on_reject!r}, compiler={self.compiler!r})"
+
+    # What users call -------------------------------------------------------------------------------------------------
+
+    def set(self, experts: Experts) -> None:
+        """Chooses again, without rebuilding or recompiling by hand: the next call of the model follows.
+
+        Code that was compiled under an earlier choice is kept and used again when that choice comes back.
+
+        Args:
+            experts: a name, or a mapping of sub-configs and module paths to names.
+
+        Raises:
+            UnknownBackendError, SelectionError: as `backend()` does; the choice then stays as it was.
+        """
+        selection = Selection.of(experts)
+        with self._lock:
+            self.choice.selection = selection
+            self.choice.signature = selection.signature
+
+    def get(self) -> dict[str, str]:
+        """The choice: one entry for the default (""), each sub-config seen so far, and each path in the mapping."""
+        selection = self.choice.selection
+        seen = {name: selection.name_for("", name) for name in self._sub_configs}
+        return {**dict(selection.entries), **seen}
+
+    # What capture calls, while Dynamo traces -------------------------------------------------------------------------
+
+    def learn_paths(self, translator: Any) -> None:
+        """Remembers the paths of a compiled module's children, for frames that are traced on their own later on."""
+        root = tracing.root_module(translator)
+        if root is None or root in self._paths:
+            return
+        for path, module in root.named_modules():
+            self._paths.setdefault(module, path)
+
+    def path_of(self, module: torch.nn.Module, default: str) -> str:
+        """Path of a module in the model that was compiled, else the default."""
+        return self._paths.get(module, default)
+
+    def knows(self, module: torch.nn.Module) -> bool:
+        """Whether a module is part of a model that was compiled."""
+        return module in self._paths
+
+    def note_sub_config(self, name: str) -> None:
+        """Remembers the name of a sub-config that a block belongs to."""
+        self._sub_configs[name] = None
+
+    def captured_blocks(self, translator: Any) -> dict[str, Block]:
+        """The blocks captured so far in the trace that is running: tag -> block."""
+        with self._lock:
+            return self._captured.setdefault(translator, {})
+
+    def note_captured(self, translator: Any, tag: str, block: Block) -> None:
+        """Adds a block to the trace that is running."""
+        self.captured_blocks(translator)[tag] = block
+        with self._lock:
+            self.blocks[tag] = block
+
+    def _warn_without_experts(self) -> None:
+        if self.blocks or self._warned:
+            return
+        self._warned = True
+        looked = "; ".join(f"{item.path or item.source}: {item.reason}" for item in self.rejected)
+        warnings.warn(
+            "moe_compile found no experts block in this model; it is compiled as it is"
+            + (f". What looked like one: {looked}" if looked else ""),
+            NoExpertsWarning,
+            stacklevel=2,
+        )
+
+
+def situation_of(example_inputs: list[Any], settings: CompileSettings, fullgraph: bool) -> Situation:
+    """What surrounds the blocks of a graph, read off its inputs."""
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    device = next((value.device for value in tensors), torch.device("cpu"))
+    training = torch.is_grad_enabled() and any(value.requires_grad for value in tensors)
+    return device_situation(device, settings, fullgraph, training)
+
+
+def device_situation(
+    device: torch.device, settings: CompileSettings, fullgraph: bool, training: bool, traces_whole: bool = False
+) -> Situation:
+    """A situation on a device, with its capability filled in."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Situation(device.type, capability, settings, fullgraph, training, traces_whole)
+
+
+def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compiler: Compiler = "inductor") -> MoeBackend:
+    """Makes a backend for `torch.compile` that rewrites Mixture-of-Experts blocks.
+
+        model = torch.compile(model, backend=moe_compile.backend("grouped_mm"))
+
+    Args:
+        experts: an experts backend's name ("grouped_mm", "batched_mm", "eager" or "auto"), or a mapping of
+            sub-configs ("text_config") and globs over module paths ("model.layers.0.*") to names, with "" for the
+            rest.
+        on_reject: what happens where that backend is not legal: "error" raises `RuleError`, "fallback" takes the next
+            legal one and warns, "keep" leaves the model's own code and warns.
+        compiler: what compiles the rewritten graph: "inductor" (with exactly the options that `mode=` and `options=`
+            of `torch.compile` mean), another Dynamo backend's name, or a function of a graph module and its inputs.
+
+    Returns:
+        A hashable, comparable object with `set()`, `get()` and `reset()`.
+
+    Raises:
+        UnknownBackendError: for an unknown name.
+        SelectionError: for a malformed mapping.
+        OptionError: for an unknown policy or compiler.
+    """
+    from moe_compile.capture.install import install  # which imports this module
+
+    install()
+    return MoeBackend(experts, on_reject, compiler)

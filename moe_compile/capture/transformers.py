@@ -1,0 +1,150 @@
+"""Capture of transformers 5: every class under `@use_experts_implementation`, whatever implementation it is set to.
+
+Such a class looks its forward up in a registry by name at each call. Each name there, `"eager"` and None included, gets
+a function that traces the canonical ops when Dynamo is tracing for our backend, and in every other case calls what
+stood there before.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_compile.capture.experts_block import experts_block
+from moe_compile.capture.plan import Inputs, Interface, plan
+from moe_compile.spec import ExpertsSpec, GateSpec
+
+_INTERFACES = ("ExpertsInterface", "FP8ExpertsInterface")
+
+# Names without an entry in the registry: transformers then calls the class's own forward.
+_OWN_FORWARD_NAMES = ("eager", None)
+
+
+def capture_registry(module: ModuleType) -> None:
+    """Wraps every experts function that a registry module of transformers holds; wraps nothing twice."""
+    for name in _INTERFACES:
+        interface = vars(module).get(name)
+        if interface is None or interface.__module__ != module.__name__:
+            continue
+        registered = dict(interface._global_mapping)
+        for key in {*registered, *_OWN_FORWARD_NAMES}:
+            function = registered.get(key)
+            if not hasattr(function, "_moe_compile_previous"):
+                interface.register(key, _capturing(function))
+
+
+def _capturing(previous: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """The function that stands in the registry; `previous` is what stood there, None for the class's own forward."""
+
+    interface = Interface(
+        form=lambda module: f"transformers.{type(module).__name__}",
+        inputs=("hidden_states", "top_k_index", "top_k_weights"),
+        spec=_spec,
+        own_code=lambda module: previous or own_forward(type(module)),
+    )
+
+    @torch._dynamo.assume_constant_result
+    def plan_block() -> str:
+        return plan(interface)
+
+    def experts_forward(
+        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            block = plan_block()
+            if block:
+                return _canonical_forward(self, hidden_states, top_k_index, top_k_weights, block)
+        if previous is None:
+            return own_forward(type(self))(self, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        return previous(self, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+
+    experts_forward._moe_compile_previous = previous  # type: ignore[attr-defined]
+    return experts_forward
+
+
+def own_forward(cls: type) -> Callable[..., Tensor]:
+    """The forward that a class had before it was decorated, looked up through its bases."""
+    for base in cls.__mro__:
+        forward = base.__dict__.get("forward")
+        if forward is not None and hasattr(forward, "__wrapped__"):
+            return forward.__wrapped__
+    raise AssertionError(f"{cls.__name__} was not decorated by transformers")
+
+
+def _canonical_forward(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor, block: str) -> Tensor:
+    """Traced by Dynamo instead of the class's own forward."""
+    if self.has_gate:
+        up, up_bias, gate = self.gate_up_proj, self.gate_up_proj_bias if self.has_bias else None, self._apply_gate
+    else:
+        up, up_bias, gate = self.up_proj, self.up_proj_bias if self.has_bias else None, self.act_fn
+    return experts_block(
+        hidden,
+        ids,
+        weights,
+        up=up,
+        up_bias=up_bias,
+        gate=gate,
+        down=self.down_proj,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        after=self.post_expert_norm if self.has_post_expert_norm else None,
+        transposed=self.is_transposed,
+        block=block,
+    )
+
+
+# What the planner reads off a module, in plain Python -------------------------------------------------------------------
+
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "silu": "silu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+
+
+def _gate_spec(module: Any) -> GateSpec:
+    """The gate's kind where the class uses the default gate and a known activation, else "custom"."""
+    own_gate = module.has_gate and type(module)._apply_gate.__name__ != "_default_apply_gate"
+    activation = getattr(module, "act_fn", None)
+    name = getattr(activation, "__name__", type(activation).__name__)
+    return GateSpec("custom" if own_gate else _ACTIVATIONS.get(name, "custom"))
+
+
+def _spec(module: Any, inputs: Inputs) -> ExpertsSpec:
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    down = module.down_proj
+    quantised = down.dtype.itemsize == 1
+    spec = ExpertsSpec(
+        num_experts=module.num_experts,
+        top_k=inputs.ids.shape[-1] if inputs.ids is not None else None,
+        hidden_size=down.shape[2] if module.is_transposed else down.shape[1],
+        intermediate_size=down.shape[1] if module.is_transposed else down.shape[2],
+        weight_dtype=down.dtype,
+        activation_dtype=inputs.hidden.dtype if inputs.hidden is not None else None,
+        routing_dtype=inputs.weights.dtype if inputs.weights is not None else None,
+        gated=module.has_gate,
+        concatenated=module.is_concatenated,
+        transposed=module.is_transposed,
+        gate=_gate_spec(module),
+        post_expert_norm=module.has_post_expert_norm,
+        up=up,
+        up_bias=f"{up}_bias" if module.has_bias else None,
+        down_bias="down_proj_bias" if module.has_bias else None,
+    )
+    if not quantised:
+        return spec
+    # FP4 weights are packed in pairs into int8, so that their sizes are not the block's.
+    return replace(
+        spec,
+        intermediate_size=None,
+        quantisation="fp4" if down.dtype == torch.int8 else "fp8",
+        scale_format=getattr(module, "scale_fmt", None) or "float32",
+    )

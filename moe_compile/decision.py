@@ -1,0 +1,82 @@
+"""From what was asked for to what runs: the rules applied to one block, and what happens when they forbid it."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from moe_compile.auto import auto_name
+from moe_compile.errors import FallbackWarning, RuleError
+from moe_compile.experts_backends import AUTO, all_reasons, legal_names
+from moe_compile.rules import Situation
+from moe_compile.spec import ExpertsSpec
+
+OnReject = Literal["error", "fallback", "keep"]
+ON_REJECT: tuple[OnReject, ...] = ("error", "fallback", "keep")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What runs a block.
+
+    Attributes:
+        name: the experts backend, None where the model's own code stays because the one asked for is not legal.
+        reasons: backend name -> why it is not legal here, without the legal ones.
+    """
+
+    name: str | None
+    reasons: dict[str, str]
+
+    @property
+    def keeps_own_code(self) -> bool:
+        """Whether the model's own code runs, asked for or not."""
+        return self.name in (None, "eager")
+
+
+def decide(
+    asked: str,
+    spec: ExpertsSpec,
+    situation: Situation,
+    *,
+    tokens: int | torch.SymInt | None,
+    where: str,
+    on_reject: OnReject,
+) -> Decision:
+    """Applies the rules to one block.
+
+    Args:
+        asked: name of an experts backend, or "auto".
+        spec: the block.
+        situation: what surrounds it.
+        tokens: T, as far as it is known.
+        where: module path or source line, for messages.
+        on_reject: "error" raises, "fallback" takes the next legal backend, "keep" leaves the model's own code.
+
+    Raises:
+        RuleError: if the backend is not legal and `on_reject` is "error", or nothing is legal.
+    """
+    reasons = {name: "; ".join(found) for name, found in all_reasons(spec, situation).items() if found}
+    legal = legal_names(spec, situation)
+    name = auto_name(spec, situation, tokens) if asked == AUTO else asked
+    if name is not None and name not in reasons:
+        return Decision(name, reasons)
+
+    found = reasons[name] if name is not None else "; ".join(f"{key}: {why}" for key, why in reasons.items())
+    request = f"experts={asked!r} for {where or 'the experts block'}"
+    if on_reject == "keep":
+        warnings.warn(f"{request}: {found}. The model's own code runs instead.", FallbackWarning, stacklevel=2)
+        return Decision(None, reasons)
+    if on_reject == "fallback" and legal:
+        warnings.warn(f"{request}: {found}. {legal[0]} runs instead.", FallbackWarning, stacklevel=2)
+        return Decision(legal[0], reasons)
+    raise RuleError(request, found, _remedy(legal, situation))
+
+
+def _remedy(legal: list[str], situation: Situation) -> str:
+    advice = [f"Use experts={' or '.join(map(repr, legal))}"] if legal else []
+    if situation.settings.cuda_graphs:
+        advice.append('mode="max-autotune-no-cudagraphs"')
+    if situation.fullgraph and "eager" not in legal:
+        advice.append("fullgraph=False for the model's own code")
+    return ", or ".join(advice) or 'Pass on_reject="keep" to leave the model\'s own code'

@@ -1,0 +1,77 @@
+"""The experts backends, as records: everything that is said of one is read from here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from moe_compile.errors import UnknownBackendError
+from moe_compile.modes import nearest
+from moe_compile.passes.blocks import CanonicalBlock
+from moe_compile.passes.lower_batched_mm import lower_batched_mm
+from moe_compile.passes.lower_grouped_mm import lower_grouped_mm
+from moe_compile.rules import Predicate, Situation, batched_mm_reasons, eager_reasons, grouped_mm_reasons
+from moe_compile.spec import ExpertsSpec
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ExpertsBackend:
+    """One way to execute an experts block.
+
+    Attributes:
+        name: what users call it.
+        reasons: predicate; why it is not legal for a block in a situation, empty when it is.
+        lower: replaces the canonical ops of one block in a graph and returns the name of what runs there, which is
+            more precise than the backend's where that names a family; None where the model's own code stays.
+        has_backward: whether gradients flow through it.
+        cuda_graph_safe: whether it may run inside CUDA graphs.
+        summary: one line for tables.
+    """
+
+    name: str
+    reasons: Predicate
+    lower: Callable[[GraphModule, CanonicalBlock], str] | None
+    has_backward: bool
+    cuda_graph_safe: bool
+    summary: str
+
+
+# In the order in which `on_reject="fallback"` tries them.
+_BACKENDS = (
+    ExpertsBackend("grouped_mm", grouped_mm_reasons, lower_grouped_mm, True, False, "sort and one grouped GEMM"),
+    ExpertsBackend("batched_mm", batched_mm_reasons, lower_batched_mm, True, True, "weight gather and bmm"),
+    ExpertsBackend("eager", eager_reasons, None, True, True, "the model's own code"),
+)
+EXPERTS_BACKENDS = {record.name: record for record in _BACKENDS}
+
+
+def known_names() -> list[str]:
+    """All names that may be chosen, `auto` included."""
+    return [AUTO, *EXPERTS_BACKENDS]
+
+
+def check_name(name: object) -> str:
+    """Returns the name of an experts backend.
+
+    Raises:
+        UnknownBackendError: if nothing goes by that name.
+    """
+    if not isinstance(name, str) or name not in known_names():
+        raise UnknownBackendError(
+            f"experts={name!r}",
+            f"there is no such experts backend{nearest(name, known_names())}",
+            f"Use one of {', '.join(known_names())}",
+        )
+    return name
+
+
+def all_reasons(spec: ExpertsSpec, situation: Situation) -> dict[str, tuple[str, ...]]:
+    """Backend name -> reasons against it, for every backend."""
+    return {name: record.reasons(spec, situation) for name, record in EXPERTS_BACKENDS.items()}
+
+
+def legal_names(spec: ExpertsSpec, situation: Situation) -> list[str]:
+    """The backends that are legal for this block, in fallback order."""
+    return [name for name, reasons in all_reasons(spec, situation).items() if not reasons]

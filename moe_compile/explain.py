@@ -1,0 +1,110 @@
+"""`moe_compile.explain(model, *args)`: what would be found and done, without compiling anything for real."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import output_graph
+from torch.fx import GraphModule
+
+from moe_compile.backend import MoeBackend
+from moe_compile.backend import backend as make_backend
+from moe_compile.decision import OnReject
+from moe_compile.errors import FallbackWarning
+from moe_compile.modes import resolve_settings
+from moe_compile.report import Explanation, GraphBreak
+from moe_compile.selection import Experts
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    backend: MoeBackend | Experts = "auto",
+    mode: str | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Finds the experts blocks of a model and says what would run them, and why not something else.
+
+    The model runs once, on the arguments given, with its blocks rewritten but nothing compiled. Its buffers and the
+    random number generators are put back, gradients are not touched.
+
+    Args:
+        model: a module, compiled or not, or a function.
+        *args: its arguments.
+        backend: what `torch.compile(backend=...)` would get, or only the `experts` of it.
+        mode: compile mode to judge by; bind a model's own argument of this name with `functools.partial`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The findings; a rule that forbids the backend is a reason in them, never an error.
+
+    Raises:
+        UnknownBackendError, SelectionError, OptionError: for a backend or mode that does not exist.
+        Exception: whatever the model itself raises when it runs uncompiled.
+    """
+    resolve_settings(mode, None)
+    recorder = _Recorder(backend)
+    function = getattr(model, "_orig_mod", model)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    error = None
+    breaks_before = len(output_graph.graph_break_reasons)
+    with _state_of(function), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        try:
+            torch.compile(run, backend=recorder, mode=mode)(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as caught:
+            error = str(caught).strip().splitlines()[0]
+    reasons = output_graph.graph_break_reasons[breaks_before:]
+    breaks = dict.fromkeys(_graph_break(reason) for reason in reasons)
+    return Explanation(
+        graphs=tuple(recorder.graphs),
+        graph_breaks=tuple(breaks),
+        blocks=tuple(recorder.blocks.values()),
+        rejected=tuple(dict.fromkeys(recorder.rejected)),
+        error=error,
+    )
+
+
+class _Recorder(MoeBackend):
+    """A copy of the user's backend that rewrites, refuses nothing, and runs the rewritten graphs as they are."""
+
+    def __init__(self, asked: MoeBackend | Experts) -> None:
+        original = asked if isinstance(asked, MoeBackend) else make_backend(asked)
+        policy: OnReject = "fallback" if original.on_reject == "fallback" else "keep"
+        super().__init__(dict(original.choice.selection.entries), policy, _run_as_it_is)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # nothing that was compiled for a report serves another one
+
+    __hash__ = object.__hash__
+
+
+def _run_as_it_is(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+def _graph_break(reason: Any) -> GraphBreak:
+    # The innermost frame is the user's line, unless it is inside torch.
+    frames = [frame for frame in reason.user_stack if "/torch/" not in frame.filename] or reason.user_stack
+    source = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    return GraphBreak(str(reason.reason).strip().splitlines()[0], source)
+
+
+@contextlib.contextmanager
+def _state_of(model: Any) -> Iterator[None]:
+    """Puts a model's buffers and the random number generators back."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    copies = [buffer.clone() for buffer in buffers]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    buffer.copy_(copy)

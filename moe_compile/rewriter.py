@@ -1,0 +1,112 @@
+"""Rewrites one graph: the policy that the passes ask, and what became of every block."""
+
+import logging
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import GraphModule
+
+from moe_compile.decision import OnReject, decide
+from moe_compile.experts_backends import EXPERTS_BACKENDS
+from moe_compile.passes import Lowering, run_passes
+from moe_compile.passes.blocks import CanonicalBlock
+from moe_compile.passes.match import Match, Rejection
+from moe_compile.report import Block, GraphSummary, Rejected
+from moe_compile.rules import Situation
+from moe_compile.selection import Selection
+
+log = logging.getLogger("moe_compile")
+
+
+def unique_tag(path: str, taken: dict[str, Block]) -> str:
+    """A name for one more block at a module path: a module may run several times in one graph."""
+    count = sum(block.path == path for block in taken.values())
+    return f"{path}#{count}"
+
+
+def token_count(tokens: int | torch.SymInt | None) -> int | str:
+    """T for reports: the number, or the symbol's name."""
+    return tokens if isinstance(tokens, int) else "?" if tokens is None else str(tokens)
+
+
+def count_operations(gm: GraphModule) -> int:
+    """Operations in a graph and its subgraphs."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return sum(node.op.startswith("call_") for graph in graphs for node in graph.nodes)
+
+
+@dataclass
+class Rewriter:
+    """The policy of one graph.
+
+    Attributes:
+        selection: what the user asked for.
+        on_reject: what happens where a rule forbids it.
+        situation: what surrounds the blocks of this graph.
+        blocks: tag -> block; the captured ones at first, all of them in the end.
+        rejected: what looks like an experts block and was left alone.
+    """
+
+    selection: Selection
+    on_reject: OnReject
+    situation: Situation
+    blocks: dict[str, Block] = field(default_factory=dict)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    def rewrite(self, gm: GraphModule) -> GraphSummary:
+        """Rewrites a graph module in place."""
+        before = count_operations(gm)
+        run_passes(gm, self)
+        rewritten = [str(block.chosen) for block in self.blocks.values() if not block.keeps_own_code]
+        log.info("rewrote %d experts blocks to %s", len(rewritten), ", ".join(sorted(set(rewritten))) or "nothing")
+        return GraphSummary(before, count_operations(gm), len(rewritten))
+
+    def skips(self, path: str) -> bool:
+        kept = [block.path for block in self.blocks.values() if block.path and block.keeps_own_code]
+        return any(path == module or path.startswith(f"{module}.") for module in kept)
+
+    def admits(self, match: Match) -> str | None:
+        where = match.path or match.source or ""
+        decision = decide(
+            self.selection.name_for(match.path, ""),
+            match.spec,
+            replace(self.situation, own_code_traces_whole=True),
+            tokens=match.num_tokens,
+            where=where,
+            on_reject=self.on_reject,
+        )
+        tag = unique_tag(match.path, self.blocks)
+        self.blocks[tag] = Block(
+            path=match.path,
+            form=match.form,
+            found="graph",
+            source=match.source,
+            spec=match.spec,
+            tokens=token_count(match.num_tokens),
+            chosen=decision.name,
+            reasons=decision.reasons,
+        )
+        return None if decision.keeps_own_code else tag
+
+    def note_rejection(self, rejection: Rejection) -> None:
+        log.info("left %s alone: %s", rejection.path or rejection.source, rejection.reason)
+        self.rejected.append(Rejected(rejection.path, rejection.form, rejection.reason, rejection.source))
+
+    def lowering(self, block: CanonicalBlock) -> Lowering | None:
+        record = self.blocks.get(block.tag)
+        if record is not None and record.chosen is not None:
+            return EXPERTS_BACKENDS[record.chosen].lower
+        # Canonical ops that a user wrote: no record, no path.
+        name = decide(
+            self.selection.name_for("", ""),
+            block.spec(),
+            self.situation,
+            tokens=None,
+            where="a canonical block",
+            on_reject=self.on_reject,
+        ).name
+        return EXPERTS_BACKENDS[name].lower if name is not None else None
+
+    def note_lowered(self, block: CanonicalBlock, name: str) -> None:
+        if block.tag in self.blocks:
+            self.blocks[block.tag] = replace(self.blocks[block.tag], chosen=name)

@@ -1,0 +1,74 @@
+"""What is legal: one predicate per experts backend, read by the rewriter, `explain()` and every table.
+
+A predicate gets the block (`ExpertsSpec`) and what surrounds it (`Situation`) and returns the reasons against the
+backend, none when it is legal. It looks at nothing else, so every cell of a matrix can be asked for on any machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_compile.modes import CompileSettings
+from moe_compile.spec import ExpertsSpec
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What surrounds an experts block when a backend is chosen for it.
+
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        capability: CUDA compute capability, None elsewhere.
+        settings: compile mode and options.
+        fullgraph: whether `torch.compile(fullgraph=True)` was asked for.
+        training: whether gradients will be computed.
+        own_code_traces_whole: whether Dynamo can trace the model's own code for this block as one graph.
+    """
+
+    device_type: str = "cpu"
+    capability: tuple[int, int] | None = None
+    settings: CompileSettings = field(default_factory=CompileSettings)
+    fullgraph: bool = False
+    training: bool = False
+    own_code_traces_whole: bool = False
+
+
+Predicate = Callable[[ExpertsSpec, Situation], tuple[str, ...]]
+
+# float64 is not in the documented table; it runs through the same ops, and gradient checks need it.
+FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _unquantised(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
+    if spec.quantisation is not None:
+        return (f"{name} does not read {spec.quantisation} weights yet",)
+    if spec.weight_dtype is not None and spec.weight_dtype not in FLOATING_DTYPES:
+        return (f"{name} takes bfloat16, float16 or float32 weights, these are {spec.weight_dtype}",)
+    return ()
+
+
+def eager_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
+    """The model's own code: everywhere, but a loop over the experts that were hit is never one graph."""
+    if situation.fullgraph and not situation.own_code_traces_whole:
+        return ("the model's own loop reads on the host which experts were hit, so it cannot be one graph",)
+    return ()
+
+
+def batched_mm_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
+    """Weight gather and bmm: every mode, every floating dtype."""
+    return _unquantised("batched_mm", spec)
+
+
+def grouped_mm_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
+    """The family of the native kernel and its fallback: every floating dtype, no CUDA graphs.
+
+    Which of the two runs is no question of legality: `passes/lower_grouped_mm.py` decides it by the kernel's real
+    preconditions.
+    """
+    reasons = _unquantised("grouped_mm", spec)
+    if situation.settings.cuda_graphs:
+        reasons += (
+            f"grouped_mm is documented as incompatible with CUDA graphs, which {situation.settings.label} uses",
+        )
+    return reasons
