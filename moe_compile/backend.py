@@ -5,16 +5,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import GraphModule
 
 from moe_compile.capture import tracing
+from moe_compile.capture.sub_configs import sub_configs
 from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
 from moe_compile.decision import ON_REJECT, OnReject
-from moe_compile.errors import NoExpertsWarning, OptionError
+from moe_compile.errors import FallbackWarning, NoExpertsWarning, OptionError, SelectionError
 from moe_compile.modes import CompileSettings, nearest, resolve_settings
 from moe_compile.report import Block, GraphSummary, Rejected
 from moe_compile.rewriter import Rewriter
@@ -38,6 +39,9 @@ class MoeBackend:
 
     __name__ = "moe_compile"  # Dynamo asks every backend for its name
 
+    # Modules of one class share compiled code unless their choices may differ; a report wants to see each of them.
+    tells_modules_apart = False
+
     def __init__(self, experts: Experts, on_reject: OnReject, compiler: Compiler) -> None:
         if on_reject not in ON_REJECT:
             raise OptionError(
@@ -52,6 +56,7 @@ class MoeBackend:
         self._used_settings = CompileSettings()
         self._captured: WeakKeyDictionary[InstructionTranslator, dict[str, Block]] = WeakKeyDictionary()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._checked: WeakSet[torch.nn.Module] = WeakSet()
         self._sub_configs: dict[str, None] = {}
         self.forget()
 
@@ -60,7 +65,7 @@ class MoeBackend:
         self.blocks: dict[str, Block] = {}
         self.rejected: list[Rejected] = []
         self.graphs: list[GraphSummary] = []
-        self._warned = False
+        self._warned: set[str] = set()
 
     # What torch.compile calls ----------------------------------------------------------------------------------------
 
@@ -93,6 +98,7 @@ class MoeBackend:
             self.choice.selection,
             self.on_reject,
             situation_of(example_inputs, settings, translator is not None and translator.one_graph),
+            self.warn_once,
             blocks=dict(captured),
         )
         summary = rewriter.rewrite(gm)
@@ -103,6 +109,7 @@ class MoeBackend:
             self.rejected += rewriter.rejected
         if translator is not None:
             self.learn_paths(translator)
+            self._check_keys(translator)
             if rewriter.blocks:
                 tracing.guard_attribute(translator, self.choice, "signature")
             elif not tracing.ends_in_graph_break(translator):
@@ -157,7 +164,7 @@ class MoeBackend:
 
     # What capture calls, while Dynamo traces -------------------------------------------------------------------------
 
-    def learn_paths(self, translator: Any) -> None:
+    def learn_paths(self, translator: InstructionTranslator) -> None:
         """Remembers the paths of a compiled module's children, for frames that are traced on their own later on."""
         root = tracing.root_module(translator)
         if root is None or root in self._paths:
@@ -169,36 +176,55 @@ class MoeBackend:
         """Path of a module in the model that was compiled, else the default."""
         return self._paths.get(module, default)
 
-    def knows(self, module: torch.nn.Module) -> bool:
-        """Whether a module is part of a model that was compiled."""
-        return module in self._paths
-
     def note_sub_config(self, name: str) -> None:
         """Remembers the name of a sub-config that a block belongs to."""
         self._sub_configs[name] = None
 
-    def captured_blocks(self, translator: Any) -> dict[str, Block]:
+    def captured_blocks(self, translator: InstructionTranslator) -> dict[str, Block]:
         """The blocks captured so far in the trace that is running: tag -> block."""
         with self._lock:
             return self._captured.setdefault(translator, {})
 
-    def note_captured(self, translator: Any, tag: str, block: Block) -> None:
+    def note_captured(self, translator: InstructionTranslator, tag: str, block: Block) -> None:
         """Adds a block to the trace that is running."""
         self.captured_blocks(translator)[tag] = block
         with self._lock:
             self.blocks[tag] = block
 
+    def warn_once(self, text: str, category: type[Warning] = FallbackWarning) -> None:
+        """Warns, unless this backend has given the same warning before."""
+        with self._lock:
+            if text in self._warned:
+                return
+            self._warned.add(text)
+        warnings.warn(text, category, stacklevel=2)
+
     def _warn_without_experts(self) -> None:
-        if self.blocks or self._warned:
+        if self.blocks:
             return
-        self._warned = True
         looked = "; ".join(f"{item.path or item.source}: {item.reason}" for item in self.rejected)
-        warnings.warn(
+        self.warn_once(
             "moe_compile found no experts block in this model; it is compiled as it is"
             + (f". What looked like one: {looked}" if looked else ""),
             NoExpertsWarning,
-            stacklevel=2,
         )
+
+    def _check_keys(self, translator: InstructionTranslator) -> None:
+        """Refuses, once per compiled model, keys of the mapping that match nothing in it."""
+        root = tracing.root_module(translator)
+        # A module with a path is part of a larger model, which has been checked.
+        if root is None or root in self._checked or self._paths.get(root):
+            return
+        self._checked.add(root)
+        paths = [path for path, _ in root.named_modules()]
+        try:
+            self.choice.selection.check_keys(paths, sub_configs(root))
+        except SelectionError as error:
+            # Where Dynamo split the model before its first operation, this may be a part of it.
+            if not translator.one_graph and tracing.ends_in_graph_break(translator):
+                self.warn_once(str(error))
+            else:
+                raise
 
 
 def situation_of(example_inputs: list[Any], settings: CompileSettings, fullgraph: bool) -> Situation:

@@ -1,13 +1,13 @@
 """From what was asked for to what runs: the rules applied to one block, and what happens when they forbid it."""
 
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from moe_compile.auto import auto_name
-from moe_compile.errors import FallbackWarning, RuleError
+from moe_compile.errors import RuleError
 from moe_compile.experts_backends import AUTO, all_reasons, legal_names
 from moe_compile.rules import Situation
 from moe_compile.spec import ExpertsSpec
@@ -42,6 +42,7 @@ def decide(
     tokens: int | torch.SymInt | None,
     where: str,
     on_reject: OnReject,
+    warn: Callable[[str], None],
 ) -> Decision:
     """Applies the rules to one block.
 
@@ -52,6 +53,7 @@ def decide(
         tokens: T, as far as it is known.
         where: module path or source line, for messages.
         on_reject: "error" raises, "fallback" takes the next legal backend, "keep" leaves the model's own code.
+        warn: told, in a sentence without the block's path, that something else runs than what was asked for.
 
     Raises:
         RuleError: if the backend is not legal and `on_reject` is "error", or nothing is legal.
@@ -63,14 +65,13 @@ def decide(
         return Decision(name, reasons)
 
     found = reasons[name] if name is not None else "; ".join(f"{key}: {why}" for key, why in reasons.items())
-    request = f"experts={asked!r} for {where or 'the experts block'}"
     if on_reject == "keep":
-        warnings.warn(f"{request}: {found}. The model's own code runs instead.", FallbackWarning, stacklevel=2)
+        warn(f"experts={asked!r}: {found}. The model's own code runs instead.")
         return Decision(None, reasons)
     if on_reject == "fallback" and legal:
-        warnings.warn(f"{request}: {found}. {legal[0]} runs instead.", FallbackWarning, stacklevel=2)
+        warn(f"experts={asked!r}: {found}. {legal[0]} runs instead.")
         return Decision(legal[0], reasons)
-    raise RuleError(request, found, _remedy(legal, situation))
+    raise RuleError(f"experts={asked!r} for {where or 'an experts block'}", found, _remedy(legal, situation))
 
 
 def _remedy(legal: list[str], situation: Situation) -> str:

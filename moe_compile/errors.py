@@ -20,7 +20,8 @@ class MoeCompileError(ShortenTraceback):
     """
 
     def __init__(self, asked: str, found: str, remedy: str) -> None:
-        super().__init__(f"{asked}: {found}. {remedy}.", first_useful_frame=None)
+        stop = "" if found.endswith("?") else "."
+        super().__init__(f"{asked}: {found}{stop} {remedy}.", first_useful_frame=None)
         self.asked = asked
         self.found = found
         self.remedy = remedy
@@ -43,10 +44,6 @@ class OptionError(MoeCompileError, ValueError):
 
 class RuleError(MoeCompileError):
     """The chosen experts backend is not legal here (compile mode, fullgraph, dtype, device, training)."""
-
-
-class UnsupportedBlockError(MoeCompileError):
-    """An experts block that was found but cannot be rewritten, such as one with quantised weights."""
 
 
 class BlockInputError(MoeCompileError, ValueError):

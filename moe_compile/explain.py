@@ -53,7 +53,9 @@ def explain(
 
     error = None
     breaks_before = len(output_graph.graph_break_reasons)
-    with _state_of(function), warnings.catch_warnings():
+    # Every layer is traced on its own, which is more than Dynamo's limits for one function allow.
+    limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
+    with _state_of(function), limits, warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         try:
             torch.compile(run, backend=recorder, mode=mode)(*args, **kwargs)
@@ -72,6 +74,8 @@ def explain(
 
 class _Recorder(MoeBackend):
     """A copy of the user's backend that rewrites, refuses nothing, and runs the rewritten graphs as they are."""
+
+    tells_modules_apart = True
 
     def __init__(self, asked: MoeBackend | Experts) -> None:
         original = asked if isinstance(asked, MoeBackend) else make_backend(asked)

@@ -112,7 +112,7 @@ class Explanation:
         parts = [f"{len(self.blocks)} experts blocks, {len(self.graphs)} graphs, {len(self.graph_breaks)} graph breaks"]
         if self.blocks:
             rows = [
-                (b.path or "?", b.form, b.spec.summary(), b.tokens, b.chosen or "own code", b.source or "")
+                (b.path or "?", b.form, b.spec.summary(), b.tokens, b.chosen or "own code", _short(b.source))
                 for b in self.blocks
             ]
             parts.append(tabulate(rows, ["path", "form", "spec", "T", "chosen", "source"]))
@@ -122,14 +122,19 @@ class Explanation:
             rows_g = [(i, g.nodes_before, g.nodes_after, g.blocks) for i, g in enumerate(self.graphs)]
             parts.append(tabulate(rows_g, ["graph", "nodes traced", "nodes rewritten", "blocks"]))
         if self.rejected:
-            rows_r = [(r.path or "?", r.form, r.reason, r.source or "") for r in self.rejected]
+            rows_r = [(r.path or "?", r.form, r.reason, _short(r.source)) for r in self.rejected]
             parts.append(tabulate(rows_r, ["left alone", "form", "reason", "source"]))
         if self.graph_breaks:
-            rows_k = [(k.source or "?", k.reason) for k in self.graph_breaks]
+            rows_k = [(_short(k.source) or "?", k.reason) for k in self.graph_breaks]
             parts.append(tabulate(rows_k, ["graph break", "reason"]))
         if self.error is not None:
             parts.append(f"does not compile: {self.error}")
         return "\n\n".join(parts)
+
+
+def _short(source: str | None) -> str:
+    """A source line without the folders that an installed package lies in."""
+    return (source or "").rpartition("site-packages/")[2]
 
 
 def _plain(value: Any) -> Any:

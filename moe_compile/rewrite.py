@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from moe_compile.backend import situation_of
 from moe_compile.decision import OnReject
-from moe_compile.errors import NoExpertsWarning, RewriteError
+from moe_compile.errors import FallbackWarning, NoExpertsWarning, RewriteError
 from moe_compile.modes import CompileSettings
 from moe_compile.rewriter import Rewriter
 from moe_compile.selection import Experts, Selection
@@ -47,7 +47,9 @@ def rewrite(
             "its nodes carry no shapes and dtypes",
             "Trace it with torch.export, make_fx or Dynamo, not with torch.fx.symbolic_trace",
         )
-    rewriter = Rewriter(Selection.of(experts), on_reject, situation_of(inputs, CompileSettings(), fullgraph=False))
+    rewriter = Rewriter(
+        Selection.of(experts), on_reject, situation_of(inputs, CompileSettings(), fullgraph=False), _warn
+    )
     summary = rewriter.rewrite(gm)
     if summary.blocks == 0 and not rewriter.blocks:
         warnings.warn("moe_compile found no experts block in this graph", NoExpertsWarning, stacklevel=2)
@@ -57,6 +59,10 @@ def rewrite(
     rewritten = program._update(gm, program.graph_signature)
     rewritten.validate()
     return rewritten
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
 def _fake(node: torch.fx.Node) -> object:

@@ -1,6 +1,7 @@
 """Rewrites one graph: the policy that the passes ask, and what became of every block."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,6 +44,7 @@ class Rewriter:
         selection: what the user asked for.
         on_reject: what happens where a rule forbids it.
         situation: what surrounds the blocks of this graph.
+        warn: told that something else runs than what was asked for.
         blocks: tag -> block; the captured ones at first, all of them in the end.
         rejected: what looks like an experts block and was left alone.
     """
@@ -50,6 +52,7 @@ class Rewriter:
     selection: Selection
     on_reject: OnReject
     situation: Situation
+    warn: Callable[[str], None]
     blocks: dict[str, Block] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
 
@@ -74,6 +77,7 @@ class Rewriter:
             tokens=match.num_tokens,
             where=where,
             on_reject=self.on_reject,
+            warn=self.warn,
         )
         tag = unique_tag(match.path, self.blocks)
         self.blocks[tag] = Block(
@@ -104,6 +108,7 @@ class Rewriter:
             tokens=None,
             where="a canonical block",
             on_reject=self.on_reject,
+            warn=self.warn,
         ).name
         return EXPERTS_BACKENDS[name].lower if name is not None else None
 

@@ -76,7 +76,7 @@ def plan(interface: Interface) -> str:
 
     selection = owner.choice.selection
     tracing.guard_attribute(root, owner.choice, "signature")
-    if selection.varies:
+    if selection.varies or owner.tells_modules_apart:
         tracing.guard_identity(frame, "self")
     sub_config = sub_config_of(module, tracing.root_module(root))
     owner.note_sub_config(sub_config)
@@ -90,6 +90,7 @@ def plan(interface: Interface) -> str:
         tokens=tokens,
         where=path or type(module).__name__,
         on_reject=owner.on_reject,
+        warn=owner.warn_once,
     )
     tag = unique_tag(path, owner.captured_blocks(root))
     code = own_code.__code__
@@ -115,6 +116,11 @@ def latest_tag() -> str:
     root = tracing.root_translator()
     owner, _ = _owner(root)
     return next(reversed(owner.captured_blocks(root)), "") if owner is not None else ""
+
+
+def traces_for_us() -> bool:
+    """Whether Dynamo is tracing for a backend of ours in this thread."""
+    return _owner(tracing.root_translator())[0] is not None
 
 
 def _owner(root: Any) -> tuple[MoeBackend | None, CompileSettings]:

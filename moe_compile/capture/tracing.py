@@ -93,7 +93,7 @@ def clean_path(source_name: str) -> str:
 
 def root_module(translator: InstructionTranslator) -> torch.nn.Module | None:
     """The module whose method is the outermost traced frame, None for a plain function."""
-    value = local_value(translator, "self")
+    value = translator.f_locals.get("self")
     return value if isinstance(value, torch.nn.Module) else None
 
 

@@ -1,10 +1,10 @@
 """Capture of transformers 5: every class under `@use_experts_implementation`, whatever implementation it is set to.
 
-Such a class looks its forward up in a registry by name at each call. Each name there, `"eager"` and None included, gets
-a function that traces the canonical ops when Dynamo is tracing for our backend, and in every other case calls what
+Such a class looks its forward up in a registry by name at each call. Each name there, and `"eager"`, gets a function that traces the canonical ops when Dynamo is tracing for our backend, and in every other case calls what
 stood there before.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from moe_compile.capture.experts_block import experts_block
-from moe_compile.capture.plan import Inputs, Interface, plan
+from moe_compile.capture.plan import Inputs, Interface, plan, traces_for_us
 from moe_compile.spec import ExpertsSpec, GateSpec
 
 _INTERFACES = ("ExpertsInterface", "FP8ExpertsInterface")
-
-# Names without an entry in the registry: transformers then calls the class's own forward.
-_OWN_FORWARD_NAMES = ("eager", None)
 
 
 def capture_registry(module: ModuleType) -> None:
@@ -30,10 +27,38 @@ def capture_registry(module: ModuleType) -> None:
         if interface is None or interface.__module__ != module.__name__:
             continue
         registered = dict(interface._global_mapping)
-        for key in {*registered, *_OWN_FORWARD_NAMES}:
+        # "eager" has no entry of its own: transformers then calls the class's own forward.
+        for key in {*registered, "eager"}:
             function = registered.get(key)
             if not hasattr(function, "_moe_compile_previous"):
                 interface.register(key, _capturing(function))
+        if "get_interface" in vars(interface):
+            _capture_standalone(interface)
+
+
+def _capture_standalone(interface: type) -> None:
+    """Captures modules made outside a model, whose config names no implementation (None).
+
+    For them transformers logs a warning, on which Dynamo breaks the graph, and looks nothing up.
+    """
+    original = interface.get_interface  # type: ignore[attr-defined]
+    if hasattr(original, "_moe_compile_previous"):
+        return
+    standalone = _capturing(None)
+
+    @functools.wraps(original)
+    def get_interface(self: Any, experts_implementation: str | None, default: Callable[..., Tensor]) -> Any:
+        if experts_implementation is None and torch.compiler.is_dynamo_compiling() and _traces_for_us():
+            return standalone
+        return original(self, experts_implementation, default)
+
+    get_interface._moe_compile_previous = original  # type: ignore[attr-defined]
+    interface.get_interface = get_interface  # type: ignore[attr-defined]
+
+
+@torch._dynamo.assume_constant_result
+def _traces_for_us() -> bool:
+    return traces_for_us()
 
 
 def _capturing(previous: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
