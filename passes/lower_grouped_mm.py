@@ -1,0 +1,159 @@
+"""Lowers a canonical block to a sort and one grouped matrix product per projection.
+
+    rows, offsets, order = dispatch(x, ids, E)   ->   sorted, order = sort(ids); offsets = searchsorted(sorted, 0..E-1)
+                                                      rows = x[order // K]
+    h = grouped_linear(rows, w, bias, offsets)   ->   h = grouped_mm(rows, w^T, offsets) + bias[sorted]
+    y = combine(h, weights, order)               ->   y = (h[inverse] * weights).view(T, K, O).sum(1)
+
+Each projection is the native kernel if its real preconditions hold (`native_reasons`), else `grouped_mm_fallback`,
+which computes the same. Nothing here reads a value on the host.
+
+The native kernel leaves rows past the last offset uninitialised, in its output and in the gradient of its rows. Both
+are masked with `where`, which drops a NaN where a product with zero would keep it; Inductor fuses the masks into the
+gather, the gate and the combine.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from moe_compile.kernels.grouped_mm_fallback import grouped_mm_fallback
+from moe_compile.kernels.native_grouped_mm import describe_call, native_reasons
+from moe_compile.ops import drop_sentinel_rows, invert, weighted_sum
+from moe_compile.passes.blocks import CanonicalBlock, fake_value, op_arguments
+from moe_compile.passes.splice import replace_node, splice
+
+NATIVE = "grouped_mm"
+FALLBACK = "grouped_mm_fallback"
+
+
+@dataclass(frozen=True)
+class GroupedMMOutcome:
+    """What the projections of a block are lowered to.
+
+    Attributes:
+        name: "grouped_mm", or "grouped_mm_fallback" if any projection takes the fallback.
+        reasons: per projection, in graph order, why the native kernel cannot run it; empty where it does.
+    """
+
+    name: str
+    reasons: tuple[tuple[str, ...], ...]
+
+
+def predict_grouped_mm(block: CanonicalBlock) -> GroupedMMOutcome:
+    """Says what `lower_grouped_mm` will do to a block, from the graph's metadata alone; changes nothing."""
+    reasons = tuple(map(_reasons, block.linears))
+    return GroupedMMOutcome(FALLBACK if any(reasons) else NATIVE, reasons)
+
+
+def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
+    """Replaces a block's canonical ops in place; the caller lints and recompiles.
+
+    Args:
+        gm: the root graph module.
+        block: a block of it.
+
+    Returns:
+        The name of the outcome that `predict_grouped_mm` predicts.
+    """
+    outcome = predict_grouped_mm(block)
+    dispatch = op_arguments(block.dispatch)
+    inputs = dispatch["x"], dispatch["ids"]
+    rows, offsets, order, ids = splice(gm, block.dispatch, _dispatch, inputs, num_experts=dispatch["num_experts"])
+    for linear, reasons in zip(block.linears, outcome.reasons, strict=True):
+        arguments = op_arguments(linear)
+        weight, bias = arguments["weight"], arguments["bias"]
+        tensors = arguments["rows"], weight, bias, offsets, None if bias is None else ids
+        (product,) = splice(gm, linear, _linear, tensors, transposed=arguments["transposed"], native=not reasons)
+        replace_node(linear, product)
+    for combine in block.combines:
+        arguments = op_arguments(combine)
+        tensors = arguments["rows"], arguments["weights"], order, None if arguments["offsets"] is None else offsets
+        (summed,) = splice(gm, combine, _combine, tensors, dtype=arguments["dtype"])
+        replace_node(combine, summed)
+    for getitems, result in ((block.rows, rows), (block.offsets, offsets), (block.order, order)):
+        for node in getitems:
+            node.replace_all_uses_with(result)
+            node.graph.erase_node(node)
+    block.dispatch.graph.erase_node(block.dispatch)
+    return outcome.name
+
+
+def _dispatch(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, top_k = ids_TK.shape
+    # int32 keys: half the passes of a radix sort.
+    ids_N = ids_TK.reshape(num_tokens * top_k).int()
+    sentinel_N = (ids_N < 0) | (ids_N >= num_experts)
+    sorted_N, order_N = torch.sort(ids_N.masked_fill(sentinel_N, num_experts), stable=True)
+    # Where each expert's rows end, from the sorted ids: exact integers, without atomics or a pass through floats, and
+    # sentinels, which sort behind every expert, are left out by themselves.
+    experts_E = torch.arange(num_experts, dtype=torch.int32, device=ids_N.device)
+    offsets_E = torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
+    return x_TD[order_N // top_k], offsets_E, order_N, sorted_N.clamp(max=num_experts - 1)
+
+
+def _linear(
+    rows_NI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets_E: Tensor,
+    ids_N: Tensor | None,
+    transposed: bool,
+    native: bool,
+) -> Tensor:
+    weight_EIO = weight if transposed else weight.transpose(1, 2)
+    rows_NI = rows_NI.to(weight.dtype)
+    if native:
+        rows_NI = _contiguous(drop_sentinel_rows(rows_NI, offsets_E))
+        out_NO = torch.nn.functional.grouped_mm(rows_NI, weight_EIO, offs=offsets_E)
+    else:
+        out_NO = grouped_mm_fallback(rows_NI, weight_EIO, offsets_E)
+    if bias is not None:
+        out_NO = out_NO + bias[ids_N]
+    if not native and bias is None:
+        return out_NO
+    out_NO = drop_sentinel_rows(out_NO, offsets_E)
+    return _with_contiguous_gradient(out_NO) if native else out_NO
+
+
+def _combine(
+    rows_NO: Tensor, weights_TK: Tensor, order_N: Tensor, offsets_E: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if offsets_E is not None:
+        rows_NO = drop_sentinel_rows(rows_NO, offsets_E)
+    return weighted_sum(rows_NO, weights_TK, invert(order_N), dtype)
+
+
+def _contiguous(rows: Tensor) -> Tensor:
+    """Copies rows that are not known to be contiguous: `where` keeps the order of its input's strides.
+
+    `Tensor.contiguous` would ask, and so guard on, symbolic sizes.
+    """
+    known = statically_known_true(rows.stride(1) == 1) and statically_known_true(rows.stride(0) == rows.shape[1])
+    return rows if known else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _with_contiguous_gradient(out: Tensor) -> Tensor:
+    """Views that cancel out, but whose derivative reshapes, and so copies a gradient of any other strides.
+
+    The kernel refuses a transposed or expanded gradient, and what follows the projection decides which one comes.
+    """
+    return out.view(-1).view(out.shape)
+
+
+def _reasons(linear: Node) -> tuple[str, ...]:
+    arguments = op_arguments(linear)
+    weight = fake_value(arguments["weight"])
+    call = describe_call(weight, transposed=arguments["transposed"], training=_needs_gradient(linear, weight))
+    return native_reasons(call)
+
+
+def _needs_gradient(linear: Node, weight: Tensor) -> bool:
+    """Whether a backward may follow. Dynamo knows; an exported program may be trained where a weight asks for it."""
+    if "example_value" in linear.meta:
+        return bool(linear.meta["example_value"].requires_grad)
+    rows = fake_value(op_arguments(linear)["rows"])
+    return bool(rows.requires_grad or weight.requires_grad)
