@@ -3,7 +3,6 @@
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo import output_graph
+from torch._dynamo.utils import graph_break_reasons
 from torch.fx import GraphModule
 
 from moe_compile.backend import MoeBackend
@@ -52,7 +52,7 @@ def explain(
         return function(*args, **kwargs)
 
     error = None
-    breaks_before = len(output_graph.graph_break_reasons)
+    breaks_before = len(graph_break_reasons)
     # Every layer is traced on its own, which is more than Dynamo's limits for one function allow.
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     with _state_of(function), limits, warnings.catch_warnings():
@@ -61,7 +61,7 @@ def explain(
             torch.compile(run, backend=recorder, mode=mode)(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as caught:
             error = str(caught).strip().splitlines()[0]
-    reasons = output_graph.graph_break_reasons[breaks_before:]
+    reasons = graph_break_reasons[breaks_before:]
     breaks = dict.fromkeys(_graph_break(reason) for reason in reasons)
     return Explanation(
         graphs=tuple(recorder.graphs),

@@ -115,7 +115,9 @@ def latest_tag() -> str:
     """Tag of the block that was planned last in the trace that is running, "" without one."""
     root = tracing.root_translator()
     owner, _ = _owner(root)
-    return next(reversed(owner.captured_blocks(root)), "") if owner is not None else ""
+    if root is None or owner is None:
+        return ""
+    return next(reversed(owner.captured_blocks(root)), "")
 
 
 def traces_for_us() -> bool:

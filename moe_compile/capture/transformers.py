@@ -1,7 +1,7 @@
 """Capture of transformers 5: every class under `@use_experts_implementation`, whatever implementation it is set to.
 
-Such a class looks its forward up in a registry by name at each call. Each name there, and `"eager"`, gets a function that traces the canonical ops when Dynamo is tracing for our backend, and in every other case calls what
-stood there before.
+Such a class looks its forward up in a registry by name at each call. Each name there, and "eager", gets a function that
+traces the canonical ops when Dynamo is tracing for our backend, and in every other case calls what stood there before.
 """
 
 import functools
@@ -120,7 +120,7 @@ def _canonical_forward(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor, 
     )
 
 
-# What the planner reads off a module, in plain Python -------------------------------------------------------------------
+# What the planner reads off a module, in plain Python ----------------------------------------------------------------
 
 _ACTIVATIONS = {
     "SiLU": "silu",
