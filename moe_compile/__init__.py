@@ -5,6 +5,7 @@ model = torch.compile(model, backend=moe_compile.backend("grouped_mm"))
 
 from moe_compile.backend import backend
 from moe_compile.capture.experts_block import experts_block
+from moe_compile.capture.install import install
 from moe_compile.capture.registered import register_experts
 from moe_compile.errors import MoeCompileError
 from moe_compile.explain import explain
@@ -14,3 +15,5 @@ from moe_compile.spec import ExpertsSpec
 __version__ = "0.1.0"
 
 __all__ = ["ExpertsSpec", "MoeCompileError", "backend", "experts_block", "explain", "register_experts", "rewrite"]
+
+install()  # by name, no function of ours is called before Dynamo traces

@@ -111,7 +111,7 @@ class MoeBackend:
             self._check_keys(translator)
             if rewriter.blocks:
                 tracing.guard_attribute(translator, self.choice, "signature")
-            elif not tracing.ends_in_graph_break(translator):
+            elif tracing.is_whole_model(translator):
                 self._warn_without_experts()
         return compile_graph(self.compiler, settings, gm, example_inputs)
 
@@ -219,11 +219,10 @@ class MoeBackend:
         try:
             self.choice.selection.check_keys(paths, sub_configs(root))
         except SelectionError as error:
-            # Where Dynamo split the model before its first operation, this may be a part of it.
-            if not translator.one_graph and tracing.ends_in_graph_break(translator):
-                self.warn_once(str(error))
-            else:
+            # Where Dynamo split the model, this may be a part of it.
+            if translator.one_graph or tracing.is_whole_model(translator):
                 raise
+            self.warn_once(str(error))
 
 
 def situation_of(example_inputs: list[Any], settings: CompileSettings, fullgraph: bool) -> Situation:
@@ -266,5 +265,5 @@ def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compile
     """
     from moe_compile.capture.install import install  # which imports this module
 
-    install()
+    install()  # again, for implementations that were registered since
     return MoeBackend(experts, on_reject, compiler)

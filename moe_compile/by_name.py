@@ -11,7 +11,6 @@ from typing import Any
 from torch.fx import GraphModule
 
 from moe_compile.backend import MoeBackend, backend
-from moe_compile.capture.install import install
 from moe_compile.errors import OptionError
 
 _OWN_KEYS = ("experts", "on_reject", "compiler")
@@ -63,6 +62,3 @@ def moe_compile(
 def is_entry_point(compiler: object) -> bool:
     """Whether a trace's compiler is the backend by its name."""
     return compiler is moe_compile
-
-
-install()

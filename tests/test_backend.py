@@ -87,7 +87,7 @@ def test_grouped_mm_is_refused_in_cuda_graph_modes(qwen3, settings, fullgraph):
     backend = make(compiler=lambda gm, inputs: compiled.append(gm) or gm.forward)
     with pytest.raises(RuleError, match=r"model\.layers\.0\.mlp\.experts.*CUDA graphs.*batched_mm"):
         run(qwen3, backend, fullgraph=fullgraph, **settings)
-    assert not compiled or all("moe" not in str(gm.code) for gm in compiled)
+    assert not compiled
 
 
 @pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])

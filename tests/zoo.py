@@ -5,10 +5,15 @@ not a language model's. Sizes from GENERIC go to the fields that a config class 
 size 64, two layers, 8 experts, top-2; the experts' inner size is 48, so that D, F and 2F are all different.
 """
 
+import copy
 import importlib
 import inspect
+import re
+from dataclasses import dataclass
 
 import torch
+
+import moe_compile
 
 H, F, E, K, V, L = 64, 48, 8, 2, 256, 2
 
@@ -475,3 +480,69 @@ def first_output(output):
     """The logits of a model's output, else its first tensor."""
     value = output.logits if hasattr(output, "logits") else output[0]
     return value[0] if isinstance(value, tuple | list) else value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one model under one experts backend.
+
+    Attributes:
+        graphs: graphs of one forward.
+        break_line: `file.py:line: code` of what keeps the model from being one graph, "" if nothing does.
+        dressed: experts modules that the decorator dressed.
+        rewritten: experts blocks that were rewritten.
+        error: relative error of the compiled model, against eager in fp32, against an fp32 run of the model else.
+        budget: what the error may be.
+    """
+
+    graphs: int
+    break_line: str
+    dressed: int
+    rewritten: int
+    error: float
+    budget: float
+
+
+def check_model(model_type, dtype, implementation, experts) -> Outcome:
+    """Compiles a model with fullgraph=True, or as parts where that breaks, and compares it with what it computes alone.
+
+    In fp32 the compiled model must agree with eager up to rounding. In bf16 an fp32 run of the same weights is the
+    oracle: the compiled model may be at most half again as far from it as the model itself is in bf16.
+    """
+    model, arguments = build(model_type, dtype, implementation)
+    dressed = len(experts_modules(model))
+    with torch.no_grad():
+        own = first_output(model(**arguments)).float()
+        if dtype is torch.float32:
+            oracle, budget = own, 1e-5
+        else:
+            wide = {k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}
+            oracle = first_output(copy.deepcopy(model).float()(**wide)).float()
+            budget = 1.5 * relative_error(own, oracle) + torch.finfo(dtype).eps
+        break_line = ""
+        for fullgraph in (True, False):
+            torch._dynamo.reset()
+            backend = moe_compile.backend(experts, compiler="aot_eager")
+            backend.tells_modules_apart = True  # otherwise layers that share code are seen once
+            try:
+                output = torch.compile(model, backend=backend, fullgraph=fullgraph)(**arguments)
+                break
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if not fullgraph or isinstance(error, moe_compile.MoeCompileError):
+                    raise
+                break_line = innermost_line(str(error))
+    chosen = [block.chosen for block in backend.blocks.values()]
+    rewritten = sum(name not in (None, "eager") for name in chosen)
+    error = relative_error(first_output(output).float(), oracle)
+    return Outcome(len(backend.graphs), break_line, dressed, rewritten, error, budget)
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to the reference's."""
+    return ((value - reference).norm() / reference.norm()).item()
+
+
+def innermost_line(message: str) -> str:
+    """The user's line that Dynamo's message ends its stack with."""
+    places = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.+)', message)
+    return f"{places[-1][0].rpartition('/')[2]}:{places[-1][1]}: {places[-1][2]}" if places else message.splitlines()[0]

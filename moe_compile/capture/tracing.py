@@ -93,15 +93,28 @@ def clean_path(source_name: str) -> str:
 
 def root_module(translator: InstructionTranslator) -> torch.nn.Module | None:
     """The module whose method is the outermost traced frame, None for a plain function."""
-    value = translator.f_locals.get("self")
+    # Dynamo calls torch's own modules through a wrapper, whose argument is the bound method.
+    value = translator.f_locals.get("self", getattr(translator.f_locals.get("fn"), "__self__", None))
     return value if isinstance(value, torch.nn.Module) else None
 
 
-def ends_in_graph_break(translator: InstructionTranslator) -> bool:
-    """Whether the graph that is being compiled is only a part of its function."""
+def is_whole_model(translator: InstructionTranslator) -> bool:
+    """Whether the graph that is being compiled is all of what the user compiled, as far as can be seen.
+
+    It is not where Dynamo split the traced function, and where it had to run a module's code as Python on the way to
+    the function: that module's frame is then still on the interpreter's stack.
+    """
     reason = translator.output.compile_subgraph_reason
-    resumed = translator.f_code.co_name.startswith("torch_dynamo_resume_in")
-    return resumed or (reason is not None and reason.graph_break)
+    if translator.f_code.co_name.startswith("torch_dynamo_resume_in") or (reason is not None and reason.graph_break):
+        return False
+    root = root_module(translator)
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and getattr(module, "_orig_mod", module) is not root:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
 
 
 def guard_attribute(translator: InstructionTranslator, holder: object, attribute: str) -> None:
