@@ -130,6 +130,15 @@ def fake_value(node: Node) -> Any:
     )
 
 
+def needs_gradient(linear: Node) -> bool:
+    """Whether a backward may follow a `moe::grouped_linear`.
+
+    Dynamo knows, and guards on it. Graphs of other tracers do not say who will run them, so there it may.
+    """
+    value = linear.meta.get("example_value")
+    return value is None or bool(value.requires_grad)
+
+
 META_KEYS = ("example_value", "val")
 """Where Dynamo, and where every ATen-level tracer, keeps a node's fake value."""
 

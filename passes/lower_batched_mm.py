@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from moe_compile.errors import MemoryWarning, RuleError
 from moe_compile.ops import weighted_sum
-from moe_compile.passes.blocks import CanonicalBlock, fake_value, op_arguments
+from moe_compile.passes.blocks import CanonicalBlock, fake_value, needs_gradient, op_arguments
 from moe_compile.passes.splice import replace_node, splice
 
 WARN_BYTES = 1 << 30
@@ -48,7 +48,8 @@ def lower_batched_mm(gm: GraphModule, block: CanonicalBlock) -> str:
     for linear in block.linears:
         arguments = op_arguments(linear)
         tensors = arguments["rows"], arguments["weight"], arguments["bias"], ids, kept
-        (product,) = splice(gm, linear, _linear, tensors, transposed=arguments["transposed"])
+        layout = {"transposed": arguments["transposed"], "training": needs_gradient(linear)}
+        (product,) = splice(gm, linear, _linear, tensors, **layout)
         replace_node(linear, product)
     for combine in block.combines:
         arguments = op_arguments(combine)
@@ -80,10 +81,17 @@ def _order(ids_N: Tensor) -> Tensor:
 
 
 def _linear(
-    rows_NI: Tensor, weight: Tensor, bias: Tensor | None, ids_N: Tensor, kept_N1: Tensor, transposed: bool
+    rows_NI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids_N: Tensor,
+    kept_N1: Tensor,
+    transposed: bool,
+    training: bool,
 ) -> Tensor:
-    # Masked before as well: a gate may make infinities of the zeros in a dropped row, and 0 * inf is no zero gradient.
-    rows_NI = torch.where(kept_N1, rows_NI.to(weight.dtype), 0)
+    rows_NI = rows_NI.to(weight.dtype)
+    if training:  # a gate may make infinities of the zeros in a dropped row, and 0 * inf is no zero gradient
+        rows_NI = torch.where(kept_N1, rows_NI, 0)
     chosen = weight[ids_N]
     if transposed:
         out_NO = torch.bmm(rows_NI.unsqueeze(1), chosen).squeeze(1)

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from moe_compile.kernels.grouped_mm_fallback import grouped_mm_fallback
 from moe_compile.kernels.native_grouped_mm import describe_call, native_reasons
 from moe_compile.ops import drop_sentinel_rows, invert, weighted_sum
-from moe_compile.passes.blocks import CanonicalBlock, fake_value, op_arguments
+from moe_compile.passes.blocks import CanonicalBlock, fake_value, needs_gradient, op_arguments
 from moe_compile.passes.splice import replace_node, splice
 
 NATIVE = "grouped_mm"
@@ -67,7 +67,8 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
         arguments = op_arguments(linear)
         weight, bias = arguments["weight"], arguments["bias"]
         tensors = arguments["rows"], weight, bias, offsets, None if bias is None else ids
-        (product,) = splice(gm, linear, _linear, tensors, transposed=arguments["transposed"], native=not reasons)
+        layout = {"transposed": arguments["transposed"], "training": needs_gradient(linear)}
+        (product,) = splice(gm, linear, _fallback if reasons else _native, tensors, **layout)
         replace_node(linear, product)
     for combine in block.combines:
         arguments = op_arguments(combine)
@@ -95,28 +96,39 @@ def _dispatch(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, T
     return x_TD[order_N // top_k], offsets_E, order_N, sorted_N.clamp(max=num_experts - 1)
 
 
-def _linear(
+def _native(
     rows_NI: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     offsets_E: Tensor,
     ids_N: Tensor | None,
     transposed: bool,
-    native: bool,
+    training: bool,
 ) -> Tensor:
-    weight_EIO = weight if transposed else weight.transpose(1, 2)
     rows_NI = rows_NI.to(weight.dtype)
-    if native:
-        rows_NI = _contiguous(drop_sentinel_rows(rows_NI, offsets_E))
-        out_NO = torch.nn.functional.grouped_mm(rows_NI, weight_EIO, offs=offsets_E)
-    else:
-        out_NO = grouped_mm_fallback(rows_NI, weight_EIO, offsets_E)
+    if training:
+        rows_NI = drop_sentinel_rows(rows_NI, offsets_E)  # for the derivative of `where`, which masks the gradient
+    weight_EIO = weight if transposed else weight.transpose(1, 2)
+    out_NO = torch.nn.functional.grouped_mm(_contiguous(rows_NI), weight_EIO, offs=offsets_E)
     if bias is not None:
         out_NO = out_NO + bias[ids_N]
-    if not native and bias is None:
-        return out_NO
     out_NO = drop_sentinel_rows(out_NO, offsets_E)
-    return _with_contiguous_gradient(out_NO) if native else out_NO
+    return _with_contiguous_gradient(out_NO) if training else out_NO
+
+
+def _fallback(
+    rows_NI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets_E: Tensor,
+    ids_N: Tensor | None,
+    transposed: bool,
+    training: bool,
+) -> Tensor:
+    out_NO = grouped_mm_fallback(rows_NI.to(weight.dtype), weight if transposed else weight.transpose(1, 2), offsets_E)
+    if bias is None:
+        return out_NO
+    return drop_sentinel_rows(out_NO + bias[ids_N], offsets_E)
 
 
 def _combine(
@@ -147,13 +159,5 @@ def _with_contiguous_gradient(out: Tensor) -> Tensor:
 def _reasons(linear: Node) -> tuple[str, ...]:
     arguments = op_arguments(linear)
     weight = fake_value(arguments["weight"])
-    call = describe_call(weight, transposed=arguments["transposed"], training=_needs_gradient(linear, weight))
-    return native_reasons(call)
-
-
-def _needs_gradient(linear: Node, weight: Tensor) -> bool:
-    """Whether a backward may follow. Dynamo knows; an exported program may be trained where a weight asks for it."""
-    if "example_value" in linear.meta:
-        return bool(linear.meta["example_value"].requires_grad)
-    rows = fake_value(op_arguments(linear)["rows"])
-    return bool(rows.requires_grad or weight.requires_grad)
+    training = needs_gradient(linear)
+    return native_reasons(describe_call(weight, transposed=arguments["transposed"], training=training))
