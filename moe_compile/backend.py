@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import GraphModule
 
 from moe_compile.capture import tracing
@@ -53,7 +52,7 @@ class MoeBackend:
         self.choice = _Choice(Selection.of(experts))
         self._lock = threading.Lock()
         self._used_settings = CompileSettings()
-        self._captured: WeakKeyDictionary[InstructionTranslator, dict[str, Block]] = WeakKeyDictionary()
+        self._captured: WeakKeyDictionary[tracing.InstructionTranslator, dict[str, Block]] = WeakKeyDictionary()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._checked: WeakSet[torch.nn.Module] = WeakSet()
         self._sub_configs: dict[str, None] = {}
@@ -163,7 +162,7 @@ class MoeBackend:
 
     # What capture calls, while Dynamo traces -------------------------------------------------------------------------
 
-    def learn_paths(self, translator: InstructionTranslator) -> None:
+    def learn_paths(self, translator: tracing.InstructionTranslator) -> None:
         """Remembers the paths of a compiled module's children, for frames that are traced on their own later on."""
         root = tracing.root_module(translator)
         if root is None or root in self._paths:
@@ -179,12 +178,12 @@ class MoeBackend:
         """Remembers the name of a sub-config that a block belongs to."""
         self._sub_configs[name] = None
 
-    def captured_blocks(self, translator: InstructionTranslator) -> dict[str, Block]:
+    def captured_blocks(self, translator: tracing.InstructionTranslator) -> dict[str, Block]:
         """The blocks captured so far in the trace that is running: tag -> block."""
         with self._lock:
             return self._captured.setdefault(translator, {})
 
-    def note_captured(self, translator: InstructionTranslator, tag: str, block: Block) -> None:
+    def note_captured(self, translator: tracing.InstructionTranslator, tag: str, block: Block) -> None:
         """Adds a block to the trace that is running."""
         self.captured_blocks(translator)[tag] = block
         with self._lock:
@@ -208,7 +207,7 @@ class MoeBackend:
             NoExpertsWarning,
         )
 
-    def _check_keys(self, translator: InstructionTranslator) -> None:
+    def _check_keys(self, translator: tracing.InstructionTranslator) -> None:
         """Refuses, once per compiled model, keys of the mapping that match nothing in it."""
         root = tracing.root_module(translator)
         # A module with a path is part of a larger model, which has been checked.

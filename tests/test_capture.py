@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 from transformers.integrations import moe as registry
-from zoo import build, check_model, experts_modules, first_output
+from zoo import build, check_model, first_output, standalone
 
 import moe_compile
 from moe_compile.errors import BlockInputError, RuleError
@@ -201,17 +201,6 @@ def test_transformers_may_be_missing():
         x = torch.ones(1, 2)
         torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
     """)
-
-
-def standalone(model_type, dtype=torch.float32, tokens=7):
-    """The first experts module of a model, set to eager, and inputs for it."""
-    model, _ = build(model_type, dtype, "eager")
-    _, module = experts_modules(model)[0]
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
-    ids = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(tokens)])
-    weights = torch.rand(tokens, 2, generator=generator).to(dtype)
-    return module, (hidden, ids, weights)
 
 
 def run_python(program):

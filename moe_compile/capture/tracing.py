@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, GlobalSource
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
@@ -85,16 +86,16 @@ def module_path(translator: InstructionTranslatorBase, name: str) -> str:
 
 
 def clean_path(source_name: str) -> str:
-    """`L['self']._modules['model'].layers[0]` -> `model.layers.0`."""
+    """`L['self']._modules['model'].layers[0]` -> `model.layers.0`; a closure's variable is a root as well."""
     _, _, steps = source_name.partition("]")
+    steps = steps.rpartition(".cell_contents")[2]
     steps = steps.replace("._modules", "").replace("[", ".").replace("]", "")
     return ".".join(step.strip("'\"") for step in steps.split(".") if step.strip("'\""))
 
 
 def root_module(translator: InstructionTranslator) -> torch.nn.Module | None:
     """The module whose method is the outermost traced frame, None for a plain function."""
-    # Dynamo calls torch's own modules through a wrapper, whose argument is the bound method.
-    value = translator.f_locals.get("self", getattr(translator.f_locals.get("fn"), "__self__", None))
+    value = translator.f_locals.get("self", translator.f_locals.get("fn"))  # "fn" where Dynamo wraps torch's modules
     return value if isinstance(value, torch.nn.Module) else None
 
 

@@ -130,9 +130,38 @@ def test_the_token_count_stays_symbolic(lower):
     assert size.node.expr.is_symbol
 
 
+@pytest.fixture
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("lower", LOWERINGS)
-def test_sentinels_and_empty_experts_are_exactly_zero(lower):
-    inputs = make_inputs(9, dtype=BF16, bias=True)
+def test_what_a_kernel_leaves_unwritten_is_never_read(lower, dtype, device):
+    def scaled(inputs):  # the rows' own gradient, summed per row, reaches the routing weights
+        rows, offsets, order = torch.ops.moe.dispatch(inputs.x, inputs.ids, 4, "")
+        hidden = swiglu(torch.ops.moe.grouped_linear(rows, inputs.up, None, offsets, False))
+        hidden = hidden * inputs.weights.reshape(-1)[order].unsqueeze(1)
+        out = torch.ops.moe.grouped_linear(hidden, inputs.down, None, offsets, False)
+        return torch.ops.moe.combine(out, torch.ones_like(inputs.weights), order, inputs.x.dtype)
+
+    inputs = make_inputs(9, dtype=dtype, device=device)
+    inputs.ids[4] = 4
+    for function in (canonical, scaled):
+        results = run_with_gradients(compiled(Backend(lower), function), inputs)
+        assert all(result.isfinite().all() for result in results)
+        assert all(result[4].abs().max() == 0 for result in results[:3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lower", LOWERINGS)
+def test_sentinels_and_empty_experts_are_exactly_zero(lower, device):
+    inputs = make_inputs(9, dtype=BF16, bias=True, device=device)
     inputs.ids = torch.full_like(inputs.ids, 2)
     inputs.ids[4] = torch.tensor([-1, 7])
     out, x_grad, routing_grad, *weight_grads = assert_matches_reference(compiled(Backend(lower)), inputs)

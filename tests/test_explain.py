@@ -1,0 +1,144 @@
+"""`explain()`: what it finds, that it changes nothing, and that it works where compiling would not."""
+
+import json
+
+import pytest
+import torch
+from zoo import build, standalone
+
+import moe_compile
+from moe_compile.errors import OptionError, UnknownBackendError
+
+EXPERTS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return build("qwen3_moe", torch.float32, "eager")
+
+
+def explain(case, **kwargs):
+    model, arguments = case
+    with torch.no_grad():
+        return moe_compile.explain(model, **arguments, **kwargs)
+
+
+def test_blocks_are_listed_with_path_form_spec_and_choice(qwen3):
+    explanation = explain(qwen3, backend="grouped_mm")
+    assert [block.path for block in explanation.blocks] == EXPERTS
+    block = explanation.blocks[0]
+    assert block.form == "transformers.Qwen3MoeExperts"
+    assert block.found == "captured"
+    assert "modeling_qwen3_moe.py:" in block.source
+    spec = block.spec
+    assert (spec.num_experts, spec.top_k, spec.hidden_size, spec.intermediate_size) == (8, 2, 64, 48)
+    assert (spec.gate.kind, spec.weight_dtype) == ("silu", torch.float32)
+    assert block.tokens == 16
+    assert block.chosen == "grouped_mm_fallback"
+    assert len(explanation.graphs) == 1
+    assert explanation.graph_breaks == ()
+    assert explanation.error is None
+
+
+def test_native_grouped_mm_is_told_from_its_fallback():
+    explanation = explain(build("qwen3_moe", torch.bfloat16, "eager"), backend="grouped_mm")
+    assert {block.chosen for block in explanation.blocks} == {"grouped_mm"}
+
+
+def test_every_layer_is_listed_although_layers_share_compiled_code(qwen3):
+    explanation = explain(qwen3, backend="eager")
+    assert [(block.path, block.chosen) for block in explanation.blocks] == [(path, "eager") for path in EXPERTS]
+    assert any("modeling_qwen3_moe.py" in graph_break.source for graph_break in explanation.graph_breaks)
+
+
+def test_a_rule_that_forbids_the_backend_is_a_reason_and_no_error(qwen3):
+    explanation = explain(qwen3, backend="grouped_mm", mode="reduce-overhead")
+    assert [block.chosen for block in explanation.blocks] == [None, None]
+    assert all("CUDA graphs" in block.reasons["grouped_mm"] for block in explanation.blocks)
+    assert "batched_mm" not in explanation.blocks[0].reasons
+
+
+def test_a_backend_object_is_judged_by_its_own_policy_and_left_alone(qwen3):
+    backend = moe_compile.backend({"": "grouped_mm", "model.layers.1.*": "batched_mm"}, on_reject="fallback")
+    explanation = explain(qwen3, backend=backend, mode="reduce-overhead")
+    assert [block.chosen for block in explanation.blocks] == ["batched_mm", "batched_mm"]
+    assert not backend.graphs
+    assert not backend.blocks
+
+
+def test_it_prints_itself_and_becomes_json(qwen3):
+    explanation = explain(qwen3, backend="grouped_mm")
+    text = str(explanation)
+    for expected in (*EXPERTS, "E=8 K=2 D=64 F=48 float32 silu", "grouped_mm_fallback", "2 experts blocks, 1 graphs"):
+        assert expected in text
+    data = json.loads(json.dumps(explanation.to_dict()))
+    assert data["blocks"][0]["spec"]["weight_dtype"] == "torch.float32"
+
+
+def test_the_model_runs_once_and_nothing_of_it_changes():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, _ = standalone("qwen3_moe")
+            self.register_buffer("calls", torch.zeros(()))
+            self.norm = torch.nn.BatchNorm1d(64)
+
+        def forward(self, hidden, ids, weights):
+            self.calls += 1
+            return self.norm(self.experts(hidden, ids, weights)) + torch.rand(())
+
+    model = Counting().train()
+    runs = []
+    model.experts.register_forward_hook(torch._dynamo.disable(lambda *_: runs.append(1)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = standalone("qwen3_moe")[1]
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    explanation = moe_compile.explain(model, *inputs, backend="grouped_mm")
+    assert torch.equal(torch.rand(()), expected)
+    assert len(runs) == 1
+    assert len(explanation.blocks) == 1
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_compiled_model_and_a_function_can_be_explained(qwen3):
+    model, arguments = qwen3
+    compiled = torch.compile(model, backend=moe_compile.backend("grouped_mm", compiler="aot_eager"))
+    assert len(explain((compiled, arguments), backend="grouped_mm").blocks) == 2
+    function = lambda **kwargs: model(**kwargs).logits.sum()  # noqa: E731
+    explanation = explain((function, arguments), backend="grouped_mm")
+    assert [block.path for block in explanation.blocks] == EXPERTS
+
+
+def test_a_model_that_breaks_into_parts_is_explained_with_the_lines():
+    def split(hidden, ids, weights):
+        if hidden.sum() > 0:
+            hidden = hidden + 1
+        return module(hidden, ids, weights)
+
+    module, inputs = standalone("qwen3_moe")
+    explanation = moe_compile.explain(split, *inputs, backend="grouped_mm")
+    assert len(explanation.blocks) == 1
+    assert any("test_explain.py:" in graph_break.source for graph_break in explanation.graph_breaks)
+    assert "graph break" in str(explanation)
+
+
+def test_bad_arguments_are_refused_before_anything_runs(qwen3):
+    with pytest.raises(UnknownBackendError):
+        explain(qwen3, backend="nonsense")
+    with pytest.raises(OptionError):
+        explain(qwen3, backend="grouped_mm", mode="quick")
+
+
+def test_what_the_model_itself_raises_is_raised():
+    module, (hidden, ids, weights) = standalone("qwen3_moe")
+
+    def broken(hidden):
+        module(hidden, ids, weights)
+        raise KeyError("the model's own")
+
+    with pytest.raises(KeyError, match="the model's own"):
+        moe_compile.explain(broken, hidden, backend="grouped_mm")
