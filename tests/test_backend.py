@@ -104,7 +104,7 @@ def test_batched_mm_is_legal_in_cuda_graph_modes(qwen3, mode):
 
 
 def test_eager_is_refused_with_fullgraph(qwen3):
-    with pytest.raises(RuleError, match="one graph.*grouped_mm"):
+    with pytest.raises(RuleError, match=r"one graph.*grouped_mm"):
         run(qwen3, make("eager"), fullgraph=True)
 
 
@@ -160,7 +160,7 @@ def test_every_way_to_compile_reaches_the_blocks(qwen3, wrap):
     assert paths == ({"mlp.experts"} if wrap == "layer" else set(BOTH_EXPERTS))
 
 
-# Names, mappings, modes and options ------------------------------------------------------------------------------------
+# Names, mappings, modes and options -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["", None, 3, "groupedmm", "Grouped_mm"])
@@ -226,7 +226,7 @@ def test_a_model_without_experts_compiles_and_warns_once():
         torch.compile(torch.nn.Linear(3, 3), backend=backend)(torch.randn(2, 3))
 
 
-# The object ------------------------------------------------------------------------------------------------------------
+# The object -----------------------------------------------------------------------------------------------------------
 
 
 def test_set_is_seen_by_the_next_call_and_switching_back_compiles_nothing(qwen3):
@@ -309,7 +309,7 @@ def test_threads_do_not_see_each_others_backends():
     assert results == {"grouped_mm": {"grouped_mm_fallback"}, "batched_mm": {"batched_mm"}}
 
 
-# By name ---------------------------------------------------------------------------------------------------------------
+# By name --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_backend_is_reachable_by_name(qwen3):

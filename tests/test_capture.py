@@ -124,7 +124,8 @@ def test_quantised_experts_are_refused_with_a_reason():
 
     module, inputs = standalone("qwen3_moe", torch.bfloat16)
     decorate = registry.use_experts_implementation(experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
-    quantised_class = decorate(type("Fp8", (finegrained_fp8.FP8Experts,), {"forward": finegrained_fp8.FP8Experts.forward}))
+    base = finegrained_fp8.FP8Experts
+    quantised_class = decorate(type("Fp8", (base,), {"forward": base.forward}))
     quantised = quantised_class(config=module.config, block_size=(16, 16), activation_scheme="dynamic")
     for implementation in ("eager", "grouped_mm"):
         module.config._experts_implementation = implementation

@@ -482,15 +482,15 @@ def first_output(output):
     return value[0] if isinstance(value, tuple | list) else value
 
 
-def standalone(model_type, dtype=torch.float32, tokens=7):
+def standalone(model_type, dtype=torch.float32, tokens=7, device="cpu"):
     """The first experts module of a model, set to eager, and hidden states, expert ids and routing weights for it."""
     model, _ = build(model_type, dtype, "eager")
     _, module = experts_modules(model)[0]
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
+    hidden = torch.randn(tokens, 64, generator=generator).to(device, dtype)
     ids = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(tokens)])
-    weights = torch.rand(tokens, 2, generator=generator).to(dtype)
-    return module, (hidden, ids, weights)
+    weights = torch.rand(tokens, 2, generator=generator).to(device, dtype)
+    return module.to(device), (hidden, ids.to(device), weights)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def test_what_a_kernel_leaves_unwritten_is_never_read(lower, dtype, device):
 def test_sentinels_and_empty_experts_are_exactly_zero(lower, device):
     inputs = make_inputs(9, dtype=BF16, bias=True, device=device)
     inputs.ids = torch.full_like(inputs.ids, 2)
-    inputs.ids[4] = torch.tensor([-1, 7])
+    inputs.ids[4] = torch.tensor([-1, 2**32 + 2])  # the second is expert 2 to whoever drops the upper half
     out, x_grad, routing_grad, *weight_grads = assert_matches_reference(compiled(Backend(lower)), inputs)
     for result in (out[4], x_grad[4], routing_grad[4], *(grad[[0, 1, 3]] for grad in weight_grads)):
         assert result.abs().max() == 0
@@ -183,8 +183,9 @@ def test_what_a_gate_makes_of_dropped_rows_goes_nowhere(lower, dtype):
 
 
 GATES = {
-    "gradient_transposed": lambda hidden: (hidden[:, :24].t().contiguous() * 2).t(),
-    "gradient_expanded": lambda hidden: hidden.sum(-1, keepdim=True).expand(*hidden.shape[:-1], 24),
+    "transposed_rows": lambda hidden: (hidden[:, :24].t().contiguous() * 2).t(),
+    "transposed_gradient": lambda hidden: (torch.eye(24, 48, dtype=hidden.dtype) @ hidden.t().contiguous()).t(),
+    "expanded_gradient": lambda hidden: hidden.sum(-1, keepdim=True).expand(*hidden.shape[:-1], 24),
     "interleaved": lambda hidden: torch.relu(hidden[..., ::2]) * hidden[..., 1::2],
     "strided_view": lambda hidden: hidden[..., ::2],
 }
