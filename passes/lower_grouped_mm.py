@@ -13,7 +13,8 @@ are masked with `where`, which drops a NaN where a product with zero would keep 
 gather, the gate and the combine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from moe_compile.kernels.native_grouped_mm import describe_call, native_reasons
 from moe_compile.ops import drop_sentinel_rows, invert, weighted_sum
 from moe_compile.passes.blocks import CanonicalBlock, fake_value, needs_gradient, op_arguments
 from moe_compile.passes.splice import replace_node, splice
+from moe_compile.spec import ExpertsSpec
 
 NATIVE = "grouped_mm"
 FALLBACK = "grouped_mm_fallback"
@@ -47,6 +49,32 @@ def predict_grouped_mm(block: CanonicalBlock) -> GroupedMMOutcome:
     """Says what `lower_grouped_mm` will do to a block, from the graph's metadata alone; changes nothing."""
     reasons = tuple(map(_reasons, block.linears))
     return GroupedMMOutcome(FALLBACK if any(reasons) else NATIVE, reasons)
+
+
+def predict_from_spec(
+    spec: ExpertsSpec, *, device_type: str, capability: tuple[int, int] | None = None, training: bool = False
+) -> GroupedMMOutcome | None:
+    """Says what would become of a block that is only described, with contiguous weights, on any device.
+
+    Args:
+        spec: the block.
+        device_type: "cpu", "cuda", ...
+        capability: CUDA compute capability, None elsewhere.
+        training: whether gradients will be asked for.
+
+    Returns:
+        The outcome under torch.compile with this torch, or None if the spec leaves a size or the dtype open.
+    """
+    if None in (spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.weight_dtype):
+        return None
+    experts, hidden, inner = cast(tuple[int, int, int], (spec.num_experts, spec.hidden_size, spec.intermediate_size))
+    reasons = []
+    for size_in, size_out in ((hidden, 2 * inner if spec.gated else inner), (inner, hidden)):
+        stored = (experts, size_in, size_out) if spec.transposed else (experts, size_out, size_in)
+        weight = torch.empty(stored, dtype=spec.weight_dtype, device="meta")
+        call = describe_call(weight, transposed=spec.transposed, training=training)
+        reasons.append(native_reasons(replace(call, device_type=device_type, capability=capability)))
+    return GroupedMMOutcome(FALLBACK if any(reasons) else NATIVE, tuple(reasons))
 
 
 def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
@@ -80,15 +108,17 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
             node.replace_all_uses_with(result)
             node.graph.erase_node(node)
     block.dispatch.graph.erase_node(block.dispatch)
+    if not ids.users:  # without a bias; exported programs run what is dead
+        ids.graph.erase_node(ids)
     return outcome.name
 
 
 def _dispatch(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, top_k = ids_TK.shape
-    # int32 keys: half the passes of a radix sort.
-    ids_N = ids_TK.reshape(num_tokens * top_k).int()
+    ids_N = ids_TK.reshape(num_tokens * top_k)
     sentinel_N = (ids_N < 0) | (ids_N >= num_experts)
-    sorted_N, order_N = torch.sort(ids_N.masked_fill(sentinel_N, num_experts), stable=True)
+    # int32 keys: half the passes of a radix sort.
+    sorted_N, order_N = torch.sort(ids_N.masked_fill(sentinel_N, num_experts).int(), stable=True)
     # Where each expert's rows end, from the sorted ids: exact integers, without atomics or a pass through floats, and
     # sentinels, which sort behind every expert, are left out by themselves.
     experts_E = torch.arange(num_experts, dtype=torch.int32, device=ids_N.device)

@@ -13,11 +13,13 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from moe_compile.errors import MemoryWarning, RuleError
+from moe_compile.kernels.grouped_mm_fallback import DIGEST
 from moe_compile.passes import lower_batched_mm as batched_module
 from moe_compile.passes import splice as splice_module
-from moe_compile.passes.blocks import fake_value, find_canonical_blocks, is_canonical
+from moe_compile.passes.blocks import fake_value, find_canonical_blocks, is_canonical, needs_gradient
 from moe_compile.passes.lower_batched_mm import lower_batched_mm
-from moe_compile.passes.lower_grouped_mm import lower_grouped_mm, predict_grouped_mm
+from moe_compile.passes.lower_grouped_mm import lower_grouped_mm, predict_from_spec, predict_grouped_mm
+from moe_compile.passes.splice import fake_device
 
 LOWERINGS = [lower_batched_mm, lower_grouped_mm]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,19 +37,28 @@ class Backend:
     def __call__(self, gm, example_inputs):
         blocks = find_canonical_blocks(gm)
         if self.lower is lower_grouped_mm:
-            predicted = [predict_grouped_mm(block).name for block in blocks]
+            predicted = list(map(predict_grouped_mm, blocks))
+            described = [self.predict_from_spec(block) for block in blocks]
         shape_env = torch._guards.detect_fake_mode(example_inputs).shape_env
         guards = len(shape_env.guards)
         before = all_nodes(gm)
         names = [self.lower(gm, block) for block in blocks]
         assert len(shape_env.guards) == guards, "lowering guards on a size"
         if self.lower is lower_grouped_mm:
-            assert names == predicted
+            assert names == [outcome.name for outcome in predicted]
+            assert described == predicted, "the spec alone predicts something else"
         check_graphs(gm, before)
         self.names += names
         self.graphs.append(gm)
         self.new_nodes |= all_nodes(gm) - before
         return torch._dynamo.lookup_backend(self.compiler)(gm, example_inputs)
+
+    @staticmethod
+    def predict_from_spec(block):
+        device = fake_device(block.dispatch)
+        capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+        training = needs_gradient(block.linears[0])
+        return predict_from_spec(block.spec(), device_type=device.type, capability=capability, training=training)
 
 
 def all_nodes(gm: GraphModule) -> set[Node]:
@@ -64,6 +75,7 @@ def check_graphs(gm: GraphModule, before: set[Node]) -> None:
     assert new
     for node in new:
         assert "example_value" in node.meta or "val" in node.meta
+        assert node.users or node.target is _exit_autocast, "dead code, which exported programs run"
         if isinstance(node.target, torch._ops.OpOverload):
             assert not node.target._schema.is_mutable
             assert "detach" not in str(node.target)
@@ -225,6 +237,7 @@ def test_only_the_projection_that_does_not_fit_falls_back():
         with torch.set_grad_enabled(training):
             compiled(backend)(inputs)
         code = backend.graphs[0].code
+        assert DIGEST in code  # an argument of every fallback, for AOTAutograd's cache
         return backend.names[0], code.count("aten._grouped_mm"), code.count("moe.grouped_mm_fallback")
 
     # 20 features into the second projection: a stride that is no multiple of 16 bytes. The first one's 40 is one.
@@ -325,12 +338,14 @@ def test_batched_mm_warns_once_of_the_bytes_it_copies(monkeypatch):
 def test_batched_mm_refuses_a_reader_of_the_sorted_layout():
     def reads_offsets(inputs):
         rows, offsets, order = torch.ops.moe.dispatch(inputs.x, inputs.ids, 4, "layer.experts")
-        out = torch.ops.moe.grouped_linear(rows, inputs.up, None, offsets, False)
-        return torch.ops.moe.combine(out * offsets[-1], inputs.weights, order, inputs.x.dtype)
+        hidden = swiglu(torch.ops.moe.grouped_linear(rows, inputs.up, None, offsets, False))
+        out = torch.ops.moe.grouped_linear(hidden * offsets[-1], inputs.down, None, offsets, False)
+        return torch.ops.moe.combine(out, inputs.weights, order, inputs.x.dtype)
 
     with pytest.raises(RuleError, match=r"'batched_mm' for layer.experts"):
         compiled(Backend(lower_batched_mm), reads_offsets)(make_inputs(9))
-    assert compiled(Backend(lower_grouped_mm), reads_offsets)(make_inputs(9)).shape == (9, 48)
+    out = compiled(Backend(lower_grouped_mm), reads_offsets)(make_inputs(9))
+    torch.testing.assert_close(out, reads_offsets(make_inputs(9)))
 
 
 class Exportable(torch.nn.Module):
