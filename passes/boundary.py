@@ -1,0 +1,129 @@
+"""What a rewrite does to the rest of the graph, and whether that is safe.
+
+    acc = torch.zeros_like(h)                     the buffer, part of the block
+    acc.index_add_(0, tok_0, ...)   }
+    ...                             } in place    erased
+    acc.index_add_(0, tok_7, ...)   }             <- last: the canonical ops go here
+    out = acc.view(b, s, d)                       reads their result instead of `acc`
+
+The proof speaks of values; a graph has memory, too. A node of the block may go if nothing reads it any more, a write
+may go if nothing reads what it wrote, and nobody else may write, between the block's first node and its last, to what
+the block reads.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moe_compile.passes.candidates import mutated_arguments, name_of, storage_of
+from moe_compile.passes.match import NotProvenError
+
+_CONTEXT_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "inference_mode")
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A block's nodes among all others.
+
+    Attributes:
+        order: the graph's nodes.
+        region: the block's nodes, in graph order.
+    """
+
+    order: Sequence[Node]
+    region: Sequence[Node]
+
+    def written(self) -> dict[StorageWeakRef, list[Node]]:
+        """Memory that the block writes to -> the nodes that do."""
+        found: dict[StorageWeakRef, list[Node]] = {}
+        for node in self.region:
+            for target in mutated_arguments(node):
+                storage = storage_of(target)
+                if storage is None:
+                    raise NotProvenError(f"{node.name} writes to something that is no plain tensor", node)
+                found.setdefault(storage, []).append(node)
+        return found
+
+    def last(self, origin: Node, outputs: Iterable[Node]) -> Node:
+        """Where the output is complete: the node that computed it, or the last that wrote to its memory."""
+        position = {node: index for index, node in enumerate(self.order)}
+        written = self.written()
+        writers = [w for node in outputs for w in written.get(storage_of(node), ())]  # type: ignore[arg-type]
+        return max([origin, *writers], key=position.__getitem__)
+
+    def dead_after(self, outputs: Sequence[Node], inputs: Iterable[Node], last: Node) -> set[Node]:
+        """The nodes of the block that nothing needs once the canonical ops stand behind `last`.
+
+        Raises:
+            NotProvenError: if something else reads what only the block's own writes would have put there.
+        """
+        position = {node: index for index, node in enumerate(self.order)}
+        inside, needed = set(self.region), set(inputs)
+        writers = {writer for nodes in self.written().values() for writer in nodes}
+        dead: set[Node] = set()
+        for node in reversed(self.region):
+            after = position[node] > position[last]
+            users = [u for u in node.users if u not in dead and not (node in outputs and position[u] > position[last])]
+            unused_before = not node.users and node not in writers and not _is_assertion(node)
+            if not users and node not in needed and not after and not unused_before:
+                dead.add(node)
+        self._require_unread(inside, dead, outputs, position, last)
+        return dead
+
+    def _require_unread(
+        self, inside: set[Node], dead: set[Node], outputs: Sequence[Node], position: dict[Node, int], last: Node
+    ) -> None:
+        written = {storage for storage, nodes in self.written().items() if any(node in dead for node in nodes)}
+        for node in self.order:
+            if storage_of(node) not in written:
+                continue
+            if node not in inside:
+                raise NotProvenError(f"{node.name} shares memory with what the block writes", node)
+            for user in node.users:
+                replaced = node in outputs and position[user] > position[last]
+                if user not in dead and not replaced:
+                    raise NotProvenError(f"{user.name} reads {node.name}, which the experts write to", user)
+
+    def require_undisturbed(self, inputs: Iterable[Node], last: Node) -> None:
+        """Nobody else writes to the block's inputs while it runs, and no context changes.
+
+        Raises:
+            NotProvenError: if somebody does, or grad mode or autocast is switched.
+        """
+        inside = set(self.region)
+        read = {storage_of(node) for node in inputs} - {None}
+        start = next(index for index, node in enumerate(self.order) if node in inside)
+        for node in self.order[start:]:
+            if node not in inside:
+                if name_of(node) in _CONTEXT_SWITCHES:
+                    raise NotProvenError(f"{node.name} switches grad mode or autocast inside the block", node)
+                for target in mutated_arguments(node):
+                    if storage_of(target) in read:
+                        raise NotProvenError(f"{node.name} writes to {target.name} while the experts run", node)
+            if node is last:
+                return
+
+
+def in_autocast(order: Sequence[Node], first: Node) -> bool:
+    """Whether a node runs inside an autocast context that the graph itself enters."""
+    depth = 0
+    for node in order:
+        if node is first:
+            return depth > 0
+        depth += (name_of(node) == "_enter_autocast") - (name_of(node) == "_exit_autocast")
+    return False
+
+
+def without_foreign_writes(nodes: Sequence[Node]) -> list[Node]:
+    """Leaves out what writes to memory from outside, such as a counter of tokens per expert, and what depends on it."""
+    inside = set(nodes)
+    outside = {storage_of(o) for node in nodes for o in node.all_input_nodes if o not in inside}
+    return [node for node in nodes if not any(storage_of(t) in outside for t in mutated_arguments(node))]
+
+
+def _is_assertion(node: Node) -> bool:
+    return name_of(node) in ("_assert_scalar", "_assert_tensor_metadata", "_check", "sym_constrain_range_for_size")
+
+

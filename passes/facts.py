@@ -1,0 +1,185 @@
+"""What is known about a value of the normal form, and how axes travel through views and broadcasts.
+
+    ids        (T, K)   expert of each pair          order    (S)  pair at each sorted position
+    hidden     (T, D)   outside, no fact             rows     (S, None)  x[order // K]: axis 0 counts sorted rows
+
+Every axis of a value that has a fact is labelled with what it counts: tokens "T", slots "K", pairs "N" (flat index
+t*K + k), sorted positions "S", experts "E", the pairs of expert e "R<e>", or None for features. A label speaks of
+positions, not of contents. A value without a fact comes from outside the block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+Label = str | None
+Size = int | torch.SymInt
+
+Kind = Literal[
+    "ids",  # expert of each pair
+    "pair",  # flat index t*K + k of a pair
+    "token",  # t of a pair
+    "slot",  # k of a pair
+    "inverse",  # sorted position of a pair
+    "onehot",  # one_hot(ids): an axis "E"
+    "mask",  # ids == e
+    "positions",  # nonzero of a mask, one column per axis of it
+    "sentinel",  # ids >= E
+    "counts",  # pairs per expert
+    "offsets",  # cumulated counts
+    "parameter",  # weight[ids]: what an expert owns, per pair
+    "rows",  # depends, along its labelled axes, on nothing but the same pair
+    "update",  # out[token] + rows, on its way back to out[token]
+    "output",  # summed over slots, by some of the experts or all
+]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a value is.
+
+    Attributes:
+        kind: see `Kind`.
+        labels: one per axis.
+        expert: of a mask or of positions.
+        columns: of positions: label of each column's axis.
+        clamped: ids that had sentinels pressed into the range of real experts.
+        exact: counts that leave sentinels out, whatever the ids.
+        base: parameter: the stacked weight. update: where it was read. output: what the sums were added to, if not zeros.
+        swapped: parameter: its last two axes are exchanged.
+        parts: update and output: (expert, its rows); -1 stands for all experts at once.
+    """
+
+    kind: Kind
+    labels: tuple[Label, ...]
+    expert: int | None = None
+    columns: tuple[Label, ...] = ()
+    clamped: bool = False
+    exact: bool = True
+    base: Node | None = None
+    swapped: bool = False
+    parts: tuple[tuple[int, Node], ...] = ()
+
+
+def expression(size: Size) -> Any:
+    """A size as a sympy expression in canonical form."""
+    return sympy.expand(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def same_size(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal for every input; adds no guard."""
+    return bool(expression(left) == expression(right))
+
+
+def shape_of(node: Node) -> tuple[Size, ...]:
+    """The fake shape of a value of the normal form."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return tuple(value.shape)
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether an argument is a tensor-valued node."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def broadcast_labels(
+    operands: Sequence[tuple[tuple[Size, ...], tuple[Label, ...]]],
+) -> tuple[Label, ...] | None:
+    """Labels of an elementwise result.
+
+    Args:
+        operands: (shape, labels) of each; values from outside have labels of None only.
+
+    Returns:
+        The labels; None if two axes that count different things would run side by side.
+    """
+    rank = max(len(shape) for shape, _ in operands)
+    labels: list[Label] = [None] * rank
+    for shape, own in operands:
+        for axis, label in enumerate(own, start=rank - len(shape)):
+            if label is None:
+                continue
+            if labels[axis] not in (None, label):
+                return None
+            labels[axis] = label
+    for axis, label in enumerate(labels):
+        # A value from outside may run along pairs, tokens and slots, whose positions mean the same everywhere, and
+        # never along rows in expert order.
+        if label is None or label in "TKN":
+            continue
+        for shape, own in operands:
+            at = axis - (rank - len(shape))
+            if at >= 0 and own[at] is None and not same_size(shape[at], 1):
+                return None
+    return tuple(labels)
+
+
+def view_labels(
+    before: tuple[Size, ...], labels: tuple[Label, ...], after: tuple[Size, ...], top_k: int
+) -> tuple[Label, ...] | None:
+    """Labels of a reshaped value: axes are matched from the left in the smallest groups of equal size.
+
+    Returns:
+        The labels; None if a labelled axis would be cut or mixed, tokens and slots becoming pairs (and back) aside.
+    """
+    result: list[Label] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        start_i, start_j = i, j
+        left, right = sympy.Integer(1), sympy.Integer(1)
+        if i < len(before):
+            left, i = expression(before[i]), i + 1
+        if j < len(after):
+            right, j = expression(after[j]), j + 1
+        while left != right:
+            grow_left = _is_smaller(left, right)
+            if grow_left and i < len(before):
+                left, i = sympy.expand(left * expression(before[i])), i + 1
+            elif not grow_left and j < len(after):
+                right, j = sympy.expand(right * expression(after[j])), j + 1
+            else:
+                return None
+        # With one slot per token, (T, 1) and (N,) have the same size: the slot belongs to the group all the same.
+        if top_k == 1 and labels[start_i:i] == ("T",) and labels[i : i + 1] == ("K",) and j - start_j == 1:
+            keeps_slot = j < len(after) and same_size(after[j], 1)
+            if not keeps_slot:
+                i += 1
+        group = _group_labels(before[start_i:i], labels[start_i:i], after[start_j:j], top_k)
+        if group is None:
+            return None
+        result += group
+    return tuple(result)
+
+
+def _group_labels(
+    before: tuple[Size, ...], labels: tuple[Label, ...], after: tuple[Size, ...], top_k: int
+) -> list[Label] | None:
+    named = [label for label in labels if label is not None]
+    if not named:
+        return [None] * len(after)
+    if labels == ("T", "K") and len(after) == 1:
+        return ["N"]
+    if labels == ("N",) and len(after) == 2 and same_size(after[1], top_k):
+        return ["T", "K"]
+    # Axes of size one may come and go beside a single labelled axis; any other would mix with it.
+    others_in = [size for size, label in zip(before, labels, strict=True) if label is None]
+    wide_out = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
+    if len(named) > 1 or len(wide_out) > 1 or not after or not all(same_size(size, 1) for size in others_in):
+        return None
+    out: list[Label] = [None] * len(after)
+    out[wide_out[0] if wide_out else 0] = named[0]
+    return out
+
+
+def _is_smaller(left: Any, right: Any) -> bool:
+    if left.is_Integer and right.is_Integer:
+        return bool(left < right)
+    if left.is_Integer or right.is_Integer:
+        return bool(left.is_Integer)
+    return bool(sympy.denom(sympy.cancel(right / left)) == 1)

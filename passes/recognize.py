@@ -1,0 +1,214 @@
+"""Finds the experts blocks that a graph spells out, proves them, and rewrites them to canonical ops.
+
+    find_candidates     names and shapes: where a block may be                         one scan over the nodes
+    normalize           one normal form: ATen, functional, before autograd             only the candidates
+    Block.derive        facts about every value, by rules; one file per form
+    make_plan, write    what becomes of each operator; the canonical form, traced
+    apply               the only step that changes a graph, after everything was found
+
+A block that is not proven stays as it was, and the reason is returned.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moe_compile.passes import gather, recognize_batched_mm, recognize_expert_loop, recognize_grouped_mm, rowwise
+from moe_compile.passes.block import Block, merge
+from moe_compile.passes.blocks import META_KEYS
+from moe_compile.passes.boundary import Boundary, in_autocast, without_foreign_writes
+from moe_compile.passes.candidates import GROUPED, Candidate, find_candidates, name_of, storage_of, value_of
+from moe_compile.passes.canonicalize import write
+from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
+from moe_compile.passes.facts import Fact
+from moe_compile.passes.match import Match, NotProvenError, Rejection, Replacement
+from moe_compile.passes.normalize import NormalForm, normalize
+from moe_compile.passes.plan import Plan, make_plan
+
+# The first rule with an answer wins: what rows begin and end with, then what makes a form, then what any form holds.
+_RULES = merge(
+    (
+        gather.RULES,
+        recognize_grouped_mm.RULES,
+        recognize_batched_mm.RULES,
+        recognize_expert_loop.RULES,
+        rowwise.RULES,
+    )
+)
+_COPIED_META = ("stack_trace", "nn_module_stack", "custom")
+
+
+def never(path: str) -> bool:
+    """Skips nothing."""
+    return False
+
+
+def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[list[Match], list[Rejection]]:
+    """Finds the experts blocks of a graph module and of the graph modules in it. Changes nothing.
+
+    Args:
+        gm: a graph from Dynamo, `make_fx` or `torch.export`, before autograd, with fake tensors in its meta.
+        skip: whether the code of the module at a path must stay as it is.
+
+    Returns:
+        The blocks that were proven, and what looks like a block and was not, each in graph order.
+    """
+    matches: list[Match] = []
+    rejections: list[Rejection] = []
+    for module in gm.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        claimed: set[Node] = set()
+        for candidate in find_candidates(module):
+            if skip(module_path(candidate.seed)) or claimed & set(candidate.nodes[-1:]) or candidate.seed in claimed:
+                continue
+            found = _recognize(module, candidate)
+            if isinstance(found, Match):
+                claimed |= set(found.replacement.region)
+                matches.append(found)
+            elif found is not None:
+                rejections.append(found)
+    return matches, rejections
+
+
+def apply(gm: GraphModule, matches_with_tags: list[tuple[Match, str]]) -> None:
+    """Rewrites proven blocks to canonical ops, in place.
+
+    Args:
+        gm: the graph module that `recognize` was given.
+        matches_with_tags: matches of it, each with the name that its dispatch shall carry.
+    """
+    for match, tag in matches_with_tags:
+        _replace(match.replacement, tag)
+    for module in {id(m.replacement.graph_module): m.replacement.graph_module for m, _ in matches_with_tags}.values():
+        module.graph.lint()
+        module.recompile()
+    gm.recompile()
+
+
+def _recognize(module: GraphModule, candidate: Candidate) -> Match | Rejection | None:
+    """Proves one candidate; None if it turns out to be no experts block at all, such as a sort of something else."""
+    block: Block | None = None
+    form = candidate.form
+    try:
+        nodes = without_foreign_writes(candidate.nodes)
+        normal = normalize(nodes)
+        block = _derive(candidate, normal)
+        if block is None:
+            return None
+        if not _looks_like_experts(block):
+            return None
+        return _match(module, candidate, nodes, normal, block)
+    except NotProvenError as failure:
+        # What could not be derived comes first: it is why something is missing in the end.
+        cause = block.failures[0] if block is not None and block.failures else failure
+        where = _outer(cause.node, block) or candidate.seed
+        return Rejection(form, module_path(candidate.seed), cause.reason, where.name, source_line(where))
+
+
+def _derive(candidate: Candidate, normal: NormalForm) -> Block | None:
+    root = next((placeholder for placeholder, node in normal.inputs.items() if node is candidate.root), None)
+    ids = value_of(candidate.root)
+    if root is None or not isinstance(candidate.top_k, int):
+        return None
+    block = Block(
+        form=normal,
+        root=root,
+        num_tokens=candidate.num_tokens,
+        top_k=candidate.top_k,
+        distinct=ids_differ(candidate.root, candidate.top_k),
+        below=ids_below(candidate.root),
+    )
+    block.facts[root] = Fact("ids", ("T", "K") if ids.dim() == 2 else ("N",))
+    rules = recognize_grouped_mm.with_transformers(_RULES)
+    block.derive(rules, rowwise.elementwise)
+    return block
+
+
+def _looks_like_experts(block: Block) -> bool:
+    """Whether there is more than routing: products with parameters of experts, or several experts' rows."""
+    kinds = [fact.kind for fact in block.facts.values()]
+    experts = {fact.expert for fact in block.facts.values() if fact.kind in ("token", "pair", "mask")} - {None}
+    grouped = any(name_of(node) in GROUPED for node in block.form.origins.values())
+    return bool(block.projections) or grouped or "parameter" in kinds or (len(experts) > 1 and "rows" in kinds)
+
+
+def _match(
+    module: GraphModule, candidate: Candidate, nodes: Sequence[Node], normal: NormalForm, block: Block
+) -> Match:
+    value, outputs = _output(block, normal)
+    plan = make_plan(block, value)
+    order = list(module.graph.nodes)
+    boundary = Boundary(order, nodes)
+    last = boundary.last(normal.origins[value], outputs)
+    written = boundary.written()
+    kept = {
+        final: node
+        for node, final in normal.finals.items()
+        if final not in block.facts and storage_of(node) not in written
+    }
+    canonical, inputs = write(plan, kept)
+    boundary.require_undisturbed(normal.inputs.values(), last)
+    if in_autocast(order, last):
+        raise NotProvenError(f"{last.name} runs inside an autocast context of the graph's own", last)
+    dead = boundary.dead_after(outputs, inputs, last)
+    replacement = Replacement(module, canonical, inputs, outputs, last, tuple(n for n in nodes if n in dead))
+    return Match(_form(block, plan), module_path(last), source_line(last), describe(plan), block.num_tokens, replacement)
+
+
+def _form(block: Block, plan: Plan) -> str:
+    if not all(product.stacked for product in plan.products.values()):
+        return "expert_loop"
+    grouped = any(fact.kind == "offsets" for fact in block.facts.values())
+    return "grouped_mm" if grouped else "batched_mm"
+
+
+def _output(block: Block, normal: NormalForm) -> tuple[Node, tuple[Node, ...]]:
+    """The block's output in the normal form, and the nodes of the graph that hold it."""
+    sums = {node: len(fact.parts) for node, fact in block.facts.items() if fact.kind == "output"}
+    if not sums:
+        raise NotProvenError("the rows were not followed to a sum over each token's experts", None)
+    most = max(sums.values())
+    for value in sums:
+        holders = tuple(node for node, final in normal.finals.items() if final is value)
+        if sums[value] == most and holders and any(user not in normal.finals or normal.finals[user] not in sums for h in holders for user in h.users):
+            return value, holders
+    raise NotProvenError("nothing reads the sum over the experts", next(iter(sums)))
+
+
+def _outer(node: Node | None, block: Block | None) -> Node | None:
+    """The node of the graph behind one of the normal form; nodes of the graph stand for themselves."""
+    if node is None or block is None:
+        return node
+    return block.form.origins.get(node, block.form.inputs.get(node, node))
+
+
+def _replace(replacement: Replacement, tag: str) -> None:
+    graph, last = replacement.graph_module.graph, replacement.last
+    keys = [key for key in META_KEYS if key in last.meta] or [META_KEYS[0]]
+    context = {key: last.meta[key] for key in _COPIED_META if key in last.meta}
+    sources = iter(replacement.inputs)
+    copies: dict[Node, Node] = {}
+    after = set(_following(last))
+    with graph.inserting_before(last.next):
+        for node in replacement.canonical.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(sources)
+            elif node.op == "output":
+                result = copies[node.args[0]]  # type: ignore[index]
+            else:
+                copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+                copy.meta = context | dict.fromkeys(keys, node.meta["val"])
+                if node.target is torch.ops.moe.dispatch.default:
+                    copy.args = (*copy.args[:3], tag)
+    for output in replacement.outputs:
+        output.replace_all_uses_with(result, delete_user_cb=after.__contains__)
+    for node in reversed(replacement.region):
+        graph.erase_node(node)
+
+
+def _following(node: Node) -> Iterator[Node]:
+    while node.next.op != "root":
+        node = node.next
+        yield node

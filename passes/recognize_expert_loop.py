@@ -1,0 +1,332 @@
+"""The unrolled loop: for each expert, the rows routed to it, its own layers, and an addition to the tokens.
+
+    for e in range(E):                                         rows, offsets, order = dispatch(x, ids, E)
+        tok, slot = where(ids == e)                       ->   h = grouped_linear(rows, stack(w_up), ...)
+        y = w_down[e] @ gate(w_up[e] @ x[tok])                 y = grouped_linear(gate(h), stack(w_down), ...)
+        out.index_add_(0, tok, y * weights[tok, slot])         out = combine(y, weights, order, dtype)
+
+Mixtral, OLMoE, Mistral's reference and DeepSeek's training branch are of this form, with masks from `one_hot` or `==`,
+rows picked by indices or by the mask itself, and sums by `index_add_`, `+=` or assignment. What must hold: every mask is
+a comparison of the same ids with one expert's number and nothing else; the experts are 0, 1, ... E-1, each once; and
+what they compute is the same but for the weights and biases of their linear layers, which `experts_alike` proves by
+walking through two experts' operators side by side. `out[tok] += y` keeps one of several rows of a token, so there the
+ids of a token must be known to differ.
+"""
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moe_compile.passes.block import Block, Rule, aten, is_arange, is_constant_fill, is_uninitialised, rule
+from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of
+from moe_compile.passes.match import NotProvenError
+from moe_compile.passes.rowwise import labels_of, shape_equal
+
+RULES: dict[Any, list[Rule]] = {}
+_INDICES = ("token", "slot", "pair")
+
+
+@rule(RULES, aten.eq.Scalar)
+def _mask_by_number(block: Block, node: Node) -> Fact | None:
+    fact, number = block.fact(node.args[0]), node.args[1]
+    if fact is None or fact.kind != "ids" or fact.clamped or not isinstance(number, int) or number < 0:
+        return None
+    return Fact("mask", fact.labels, expert=number)
+
+
+@rule(RULES, aten.eq.Tensor)
+def _onehot(block: Block, node: Node) -> Fact | None:
+    ids, numbers = node.args
+    fact = block.fact(ids)
+    if fact is None or fact.kind != "ids" or fact.clamped or fact.labels[-1] is not None or not is_tensor(numbers):
+        return None
+    (experts,) = shape_of(numbers)[-1:] or (1,)  # type: ignore[arg-type]
+    if len(shape_of(numbers)) != 1 or not is_arange(numbers, experts):  # type: ignore[arg-type]
+        return None
+    block.expect_experts(experts, node)
+    return Fact("onehot", (*fact.labels[:-1], "E"))
+
+
+@rule(RULES, aten.select.int)
+def _mask_of_onehot(block: Block, node: Node) -> Fact | None:
+    source, dim, number = node.args
+    fact = block.fact(source)
+    if fact is None or fact.kind != "onehot":
+        return None
+    axis = int(dim) % len(fact.labels)  # type: ignore[arg-type]
+    if fact.labels[axis] != "E" or not isinstance(number, int):
+        return None
+    size = int(shape_of(source)[axis])  # type: ignore[arg-type]
+    return Fact("mask", tuple(lb for i, lb in enumerate(fact.labels) if i != axis), expert=number % size)
+
+
+@rule(RULES, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim)
+def _reshaped_onehot(block: Block, node: Node) -> Fact | None:
+    """A full slice of a mask is the mask."""
+    fact = block.fact(node.args[0])
+    if fact is None or fact.kind not in ("onehot", "mask") or not shape_equal(node, node.args[0]):
+        return None
+    return fact
+
+
+@rule(RULES, aten.nonzero.default)
+def _positions(block: Block, node: Node) -> Fact | None:
+    fact = block.fact(node.args[0])
+    if fact is None or fact.kind != "mask":
+        return None
+    named = tuple(label for label in fact.labels if label is not None)
+    if named not in (("T", "K"), ("N",), ("K", "T")) or len(named) != len(fact.labels):
+        raise NotProvenError(f"{node.name} finds the rows of an expert in a mask of unknown axes", node)
+    # Slots first lists the same pairs in another order, so those rows must not meet rows in the usual one.
+    rows = f"R{fact.expert}" + ("'" if named == ("K", "T") else "")
+    return Fact("positions", (rows, None), expert=fact.expert, columns=named)
+
+
+@rule(RULES, aten.unbind.int)
+def _columns(block: Block, node: Node) -> tuple[Fact | None, ...] | None:
+    fact = block.fact(node.args[0])
+    if fact is None or fact.kind != "positions" or (node.args[1:] or (0,))[0] not in (1, -1):
+        return None
+    return tuple(_column(fact, column) for column in fact.columns)
+
+
+@rule(RULES, aten.select.int)
+def _one_column(block: Block, node: Node) -> Fact | None:
+    fact = block.fact(node.args[0])
+    if fact is None or fact.kind != "positions" or node.args[1] not in (1, -1):
+        return None
+    return _column(fact, fact.columns[int(node.args[2])])  # type: ignore[arg-type]
+
+
+@rule(RULES, aten.squeeze.dim, aten.squeeze.default, aten.view.default)
+def _only_column(block: Block, node: Node) -> Fact | None:
+    fact = block.fact(node.args[0])
+    if fact is None or fact.kind != "positions" or len(fact.columns) != 1 or len(shape_of(node)) != 1:
+        return None
+    return _column(fact, fact.columns[0])
+
+
+def _column(fact: Fact, label: Label) -> Fact:
+    kinds: dict[Label, Any] = {"T": "token", "K": "slot", "N": "pair"}
+    return Fact(kinds[label], (fact.labels[0],), expert=fact.expert)
+
+
+@rule(RULES, aten.index_add.default)
+def _add_rows(block: Block, node: Node) -> Fact | None:
+    base, dim, index, rows = node.args
+    if dim != 0 or node.kwargs.get("alpha", 1) != 1 or not block.is_token(index):
+        return None
+    return _added(block, node, base, index, rows)  # type: ignore[arg-type]
+
+
+@rule(RULES, aten.index_put.default)
+def _put_rows(block: Block, node: Node) -> Fact | None:
+    base, indices, rows = node.args[:3]
+    accumulates = bool(node.args[3]) if len(node.args) > 3 else False
+    index = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type, index]
+    update = block.fact(rows)
+    if block.is_token(index) and accumulates:
+        return _added(block, node, base, index, rows)  # type: ignore[arg-type]
+    if update is not None and update.kind == "update":
+        if update.base is not base or not block.is_token(index):
+            raise NotProvenError(f"{node.name} writes what was read from another tensor", node)
+        if not block.distinct:
+            raise NotProvenError(f"{node.name} keeps one of several rows of a token, and the ids may repeat", node)
+        (part,) = update.parts
+        return _added(block, node, base, index, part[1])  # type: ignore[arg-type]
+    return _filled(block, node, base, indices, rows) if not accumulates else None  # type: ignore[arg-type]
+
+
+@rule(RULES, aten.add.Tensor)
+def _read_and_add(block: Block, node: Node) -> Fact | None:
+    """`out[tok] + y`, on its way back to `out[tok]`."""
+    for read, rows in (node.args[:2], node.args[1::-1]):
+        if not isinstance(read, Node) or read.target is not aten.index.Tensor or block.kind(rows) != "rows":
+            continue
+        base, indices = read.args
+        is_start = block.is_outside(base) and is_constant_fill(base, 0)
+        if not (is_start or block.kind(base) == "output") or len(indices) != 1 or not block.is_token(indices[0]):  # type: ignore[arg-type, index]
+            continue
+        label = block.facts[indices[0]].labels  # type: ignore[index]
+        if node.kwargs.get("alpha", 1) == 1 and block.facts[rows].labels == (*label, None):  # type: ignore[index]
+            return Fact("update", (*label, None), base=base, parts=((-1, rows),))  # type: ignore[arg-type]
+    return None
+
+
+def _added(block: Block, node: Node, base: Node, index: Node, rows: Node) -> Fact | None:
+    expert = block.facts[index].expert
+    if expert is None:
+        return None
+    if block.kind(rows) != "rows" or block.facts[rows].labels != (*block.facts[index].labels, None):
+        raise NotProvenError(f"{node.name} adds something else than the rows of expert {expert}", node)
+    if not block.is_leading(base, block.num_tokens) or not same_size(shape_of(base)[-1], shape_of(rows)[1]):
+        raise NotProvenError(f"{node.name} adds to a buffer that has not one row per token", node)
+    before = block.fact(base)
+    if before is not None and (before.kind != "output" or any(e < 0 for e, _ in before.parts)):
+        raise NotProvenError(f"{node.name} adds expert {expert} to something that is no sum over experts", node)
+    start = before.base if before is not None else None if is_constant_fill(base, 0) else base
+    return Fact("output", ("T", None), base=start, parts=_extended(before, expert, rows, node))
+
+
+def _extended(before: Fact | None, expert: int, rows: Node, node: Node) -> tuple[tuple[int, Node], ...]:
+    parts = before.parts if before is not None else ()
+    if any(expert == earlier for earlier, _ in parts):
+        raise NotProvenError(f"{node.name} takes expert {expert} a second time", node)
+    return (*parts, (expert, rows))
+
+
+def _filled(block: Block, node: Node, base: Node, indices: list[Node | None], rows: Node) -> Fact | None:
+    """`out[ids == e] = y`, with one row per pair: rows again, once every expert has written."""
+    facts = [block.fact(index) for index in indices]
+    kinds = [fact.kind if fact is not None else "" for fact in facts]
+    if kinds not in (["mask"], ["pair"], ["token", "slot"]) or block.kind(rows) != "rows":
+        return None
+    expert = facts[0].expert  # type: ignore[union-attr]
+    if expert is None:
+        return None
+    counted: tuple[str, ...] = ("T", "K") if len(facts) == 2 else ("N",)
+    if kinds == ["mask"]:
+        counted = tuple(label or "" for label in facts[0].labels)  # type: ignore[union-attr]
+    sizes = {"T": block.num_tokens, "K": block.top_k, "N": block.pairs}
+    label = f"R{expert}" if kinds == ["mask"] else facts[0].labels[0]  # type: ignore[union-attr]
+    features = len(shape_of(base)) - len(counted)
+    fits = counted in (("N",), ("T", "K")) and all(
+        same_size(size, sizes[name]) for size, name in zip(shape_of(base), counted, strict=False)
+    )
+    if not fits or block.facts[rows].labels != (label, *(None,) * features):
+        raise NotProvenError(f"{node.name} writes expert {expert}'s rows to other places than its own", node)
+    before = block.fact(base)
+    if before is not None and base not in block.fills:
+        raise NotProvenError(f"{node.name} writes into rows that were computed before", node)
+    if before is None and not (is_uninitialised(base) or is_constant_fill(base, 0)):
+        raise NotProvenError(f"{node.name} writes into a buffer that holds other values", node)
+    block.fills[node] = _extended(Fact("output", (), parts=block.fills.get(base, ())), expert, rows, node)
+    return Fact("rows", (*counted, *(None,) * features))
+
+
+def experts_alike(block: Block, parts: tuple[tuple[int, Node], ...]) -> dict[tuple[Node, int], list[Node]]:
+    """Proves that all experts compute the same, and collects what differs.
+
+    Args:
+        block: the derivation.
+        parts: (expert, its rows), in the order in which the experts run.
+
+    Returns:
+        (operator of expert 0, index of an argument) -> the outside values of experts 0, 1, ... at that place.
+
+    Raises:
+        NotProvenError: if experts are missing, or two of them differ in more than outside values of one shape.
+    """
+    by_number = dict(parts)
+    experts = block.num_experts[0][0] if block.num_experts else len(parts)
+    if sorted(by_number) != list(range(experts)):
+        missing = sorted(set(range(max(experts, max(by_number) + 1))) - set(by_number))
+        extra = sorted(set(by_number) - set(range(experts)))
+        which = f"expert {missing[0]} of {experts} never runs" if missing else f"there is no expert {extra[0]}"
+        raise NotProvenError(which, parts[-1][1])
+    differing: dict[tuple[Node, int], list[Node]] = {}
+    for expert in range(1, experts):
+        _Comparison(block, expert, differing).compare(by_number[0], by_number[expert])
+    return {place: [*values, *[values[0]] * (experts - len(values))] for place, values in differing.items()}
+
+
+class _Comparison:
+    """Walks through expert 0 and another one side by side."""
+
+    def __init__(self, block: Block, expert: int, differing: dict[tuple[Node, int], list[Node]]) -> None:
+        self.block, self.expert, self.differing = block, expert, differing
+        self.pairs: dict[Node, Node] = {}
+
+    def compare(self, first: Node, other: Node) -> None:
+        """Compares two operators of the block, and all that they are made of."""
+        if self.pairs.get(other) is first:
+            return
+        self.pairs[other] = first
+        fact, twin = self.block.fact(first), self.block.fact(other)
+        assert fact is not None
+        if twin is None or fact.kind != twin.kind or self._moved(fact.labels) != twin.labels:
+            raise self._differs(first, other)
+        if fact.kind in _INDICES or fact.kind == "mask":
+            return
+        if first.target != other.target or len(first.args) != len(other.args) or first.kwargs.keys() != other.kwargs.keys():
+            raise self._differs(first, other)
+        for index, (a, b) in enumerate(zip(first.args, other.args, strict=True)):
+            self._argument((first, index), a, b, other)
+        for key, value in first.kwargs.items():
+            if not self._equal(value, other.kwargs[key]):
+                raise self._differs(first, other)
+
+    def _moved(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        return tuple(
+            f"R{self.expert}{label[2:]}" if label is not None and label.startswith("R0") else label for label in labels
+        )
+
+    def _argument(self, place: tuple[Node, int], a: Any, b: Any, other: Node) -> None:
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+            for x, y in zip(a, b, strict=True):
+                if isinstance(x, Node) and x in self.block.facts and isinstance(y, Node):
+                    self.compare(x, y)
+                elif not self._equal(x, y):
+                    raise self._differs(place[0], other)
+        elif isinstance(a, Node) and isinstance(b, Node):
+            self._value(place, a, b, other)
+        elif not self._equal(a, b):
+            raise self._differs(place[0], other)
+
+    def _value(self, place: tuple[Node, int], a: Node, b: Node, other: Node) -> None:
+        if a in self.block.facts:
+            self.compare(a, b)
+        elif a in self.block.outputs and b in self.block.outputs and a.target == b.target:
+            for index, (x, y) in enumerate(zip(a.args, b.args, strict=True)):
+                self._argument((a, index), x, y, b)
+        elif not self._equal(a, b):
+            if not is_tensor(a) or not is_tensor(b) or not shape_equal(a, b) or _metadata(a) != _metadata(b):
+                raise self._differs(place[0], other)
+            found = self.differing.setdefault(place, [a])
+            found += [a] * (self.expert - len(found))
+            found.append(b)
+
+    def _equal(self, a: Any, b: Any) -> bool:
+        """Whether two outside values are one and the same, however often they were written down."""
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+            return len(a) == len(b) and all(map(self._equal, a, b))
+        if not isinstance(a, Node) or not isinstance(b, Node):
+            return type(a) is type(b) and bool(a == b)
+        if a is b or self.pairs.get(b) is a:
+            return True
+        if a.op != "call_function" or a.target != b.target or a.kwargs.keys() != b.kwargs.keys():
+            return False
+        if not is_tensor(a) and isinstance(a.meta.get("val"), torch.SymInt):
+            return self._equal_sizes(a, b)
+        is_random = torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
+        same_arguments = len(a.args) == len(b.args) and all(map(self._equal, a.args, b.args))
+        return not is_random and same_arguments and all(self._equal(v, b.kwargs[k]) for k, v in a.kwargs.items())
+
+    def _equal_sizes(self, a: Node, b: Node) -> bool:
+        """Sizes are equal, or each its own expert's number of rows."""
+        labels_a, labels_b = self._size_label(a), self._size_label(b)
+        if labels_a is not None or labels_b is not None:
+            return labels_a is not None and labels_b is not None and self._moved((labels_a,)) == (labels_b,)
+        return len(a.args) == len(b.args) and all(map(self._equal, a.args, b.args))
+
+    def _size_label(self, size: Node) -> Label:
+        if size.target is not aten.sym_size.int or size.args[0] not in self.block.facts:
+            return None
+        return labels_of(self.block, size.args[0])[int(size.args[1])]  # type: ignore[arg-type]
+
+    def _differs(self, first: Node, other: Node) -> NotProvenError:
+        return NotProvenError(f"expert {self.expert} does {_spell(other)} where expert 0 does {_spell(first)}", other)
+
+
+def _metadata(node: Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.dtype, value.device
+
+
+def _spell(node: Node) -> str:
+    target = node.target
+    name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else str(target)
+    constants = [repr(a) for a in node.args if isinstance(a, int | float)]
+    shapes = [str(tuple(a.meta["val"].shape)) for a in node.all_input_nodes if is_tensor(a) and a.op == "placeholder"]
+    return f"{name}({', '.join(constants + shapes)})" if constants or shapes else name
