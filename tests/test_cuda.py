@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from zoo import relative_error, standalone
+from zoo import available, relative_error, standalone
 
 import moe_compile
 
@@ -25,7 +25,7 @@ def within_budget(output, own, module, inputs):
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark_text"])
+@pytest.mark.parametrize("model_type", available("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark_text"))
 def test_every_kind_compiles_with_inductor_and_trains(model_type, experts):
     module, inputs = standalone(model_type, BF16, tokens=24, device="cuda")
     function, backend = compiled(module, experts)

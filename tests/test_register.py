@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import moe_compile
 from moe_compile.capture.registered import unregister_experts
@@ -132,7 +133,7 @@ def test_other_backends_see_the_class_as_it_is():
         if register:
             moe_compile.register_experts(Stacked, LAYOUT)
         torch._dynamo.reset()
-        counter = torch._dynamo.testing.CompileCounter()
+        counter = CompileCounter()
         output = torch.compile(module, backend=counter)(*inputs)
         torch.testing.assert_close(output, module(*inputs))
         counts.append(counter.frame_count)

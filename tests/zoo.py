@@ -7,6 +7,7 @@ size 64, two layers, 8 experts, top-2; the experts' inner size is 48, so that D,
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import re
 from dataclasses import dataclass
@@ -471,9 +472,14 @@ def build(model_type, dtype=torch.float32, experts_implementation=None, seq=8):
     return model, ex
 
 
+def available(*model_types):
+    """Those of the model types that the installed transformers has; all of them under the pinned version."""
+    return [name for name in model_types if importlib.util.find_spec(f"transformers.models.{ZOO[name][0]}")]
+
+
 def experts_modules(model):
     """Modules that the decorator dressed, in order."""
-    return [(n, m) for n, m in model.named_modules() if hasattr(m, "_is_expert_parallel")]
+    return [(n, m) for n, m in model.named_modules() if hasattr(m, "is_concatenated")]
 
 
 def first_output(output):

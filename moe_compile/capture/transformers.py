@@ -114,10 +114,15 @@ def _canonical_forward(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor, 
         gate=gate,
         down=self.down_proj,
         down_bias=self.down_proj_bias if self.has_bias else None,
-        after=self.post_expert_norm if self.has_post_expert_norm else None,
+        after=self.post_expert_norm if _has_norm(self) else None,
         transposed=self.is_transposed,
         block=block,
     )
+
+
+def _has_norm(module: Any) -> bool:
+    """Whether a norm follows each expert; releases before 5.20 do not declare it."""
+    return getattr(module, "has_post_expert_norm", False)
 
 
 # What the planner reads off a module, in plain Python ----------------------------------------------------------------
@@ -159,7 +164,7 @@ def _spec(module: Any, inputs: Inputs) -> ExpertsSpec:
         concatenated=module.is_concatenated,
         transposed=module.is_transposed,
         gate=_gate_spec(module),
-        post_expert_norm=module.has_post_expert_norm,
+        post_expert_norm=_has_norm(module),
         up=up,
         up_bias=f"{up}_bias" if module.has_bias else None,
         down_bias="down_proj_bias" if module.has_bias else None,
