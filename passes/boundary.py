@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moe_compile.passes.candidates import mutated_arguments, name_of, storage_of
 from moe_compile.passes.match import NotProvenError
 
-_CONTEXT_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "inference_mode")
+_CONTEXT_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 @dataclass(frozen=True)
@@ -80,40 +80,53 @@ class Boundary:
             if storage_of(node) not in written:
                 continue
             if node not in inside:
-                raise NotProvenError(f"{node.name} shares memory with what the block writes", node)
+                # Later views show the new output, as they are made of it.
+                if position[node] < position[last]:
+                    raise NotProvenError(f"{node.name} shares memory with what the experts write to", node)
+                continue
             for user in node.users:
                 replaced = node in outputs and position[user] > position[last]
                 if user not in dead and not replaced:
                     raise NotProvenError(f"{user.name} reads {node.name}, which the experts write to", user)
 
     def require_undisturbed(self, inputs: Iterable[Node], last: Node) -> None:
-        """Nobody else writes to the block's inputs while it runs, and no context changes.
+        """Nobody else writes to what the block reads while it runs, and no context changes.
 
         Raises:
-            NotProvenError: if somebody does, or grad mode or autocast is switched.
+            NotProvenError: if somebody does, or if the block's nodes run under different grad modes or autocast.
         """
-        inside = set(self.region)
-        read = {storage_of(node) for node in inputs} - {None}
-        start = next(index for index, node in enumerate(self.order) if node in inside)
-        for node in self.order[start:]:
-            if node not in inside:
-                if name_of(node) in _CONTEXT_SWITCHES:
-                    raise NotProvenError(f"{node.name} switches grad mode or autocast inside the block", node)
+        inside, shared = set(self.region), {storage_of(node) for node in inputs} - {None}
+        read: set[StorageWeakRef | None] = set()
+        for node in self.order:
+            if node in inside:
+                read |= {storage_of(operand) for operand in node.all_input_nodes} & shared
+            else:
                 for target in mutated_arguments(node):
                     if storage_of(target) in read:
                         raise NotProvenError(f"{node.name} writes to {target.name} while the experts run", node)
             if node is last:
-                return
+                break
+        self._require_one_context(inside, last)
 
-
-def in_autocast(order: Sequence[Node], first: Node) -> bool:
-    """Whether a node runs inside an autocast context that the graph itself enters."""
-    depth = 0
-    for node in order:
-        if node is first:
-            return depth > 0
-        depth += (name_of(node) == "_enter_autocast") - (name_of(node) == "_exit_autocast")
-    return False
+    def _require_one_context(self, inside: set[Node], last: Node) -> None:
+        switches = [node for node in self.order if name_of(node) in _CONTEXT_SWITCHES]
+        if not switches:
+            return
+        # Contexts are left again, so the graph ends in the grad mode in which it began.
+        grad_modes = [node.args[0] for node in switches if name_of(node) == "_set_grad_enabled"]
+        state, states = (grad_modes[-1] if grad_modes else True, 0), dict[Node, tuple[object, int]]()
+        for node in self.order:
+            if name_of(node) == "_set_grad_enabled":
+                state = node.args[0], state[1]
+            elif name_of(node) in _CONTEXT_SWITCHES:
+                state = state[0], state[1] + (1 if name_of(node) == "_enter_autocast" else -1)
+            if node in inside:
+                states[node] = state
+        for node, found in states.items():
+            if found[1] != 0:
+                raise NotProvenError(f"{node.name} runs inside an autocast context of the graph's own", node)
+            if found != states[last]:
+                raise NotProvenError(f"{node.name} runs in another grad mode than {last.name}", node)
 
 
 def without_foreign_writes(nodes: Sequence[Node]) -> list[Node]:

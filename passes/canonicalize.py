@@ -147,6 +147,7 @@ class _Writer:
         if node is self.plan.repeated and in_order:
             return self.rows
         shape = shape_of(node)
+        assert len(labels) >= len(shape), "an operand has more axes than the result"
         own = labels[len(labels) - len(shape) :]
         runs = {label: axis for axis, label in enumerate(own) if label and not same_size(shape[axis], 1)}
         if not runs:
@@ -215,8 +216,8 @@ class _Writer:
     # Products --------------------------------------------------------------------------------------------------------
 
     def _product(self, node: Node, product: Product) -> Tensor:
-        labels = self.block.facts[node].labels if product.column else ("N", None)
-        rows = self.operand(product.rows, labels, True)
+        along_pairs: tuple[Label, ...] = ("N", *(None,) * (len(shape_of(product.rows)) - 1))
+        rows = self.operand(product.rows, along_pairs, True)
         if rows.dim() != 2:
             rows = rows.reshape(rows.shape[0], -1)
         if len(product.weights) == 1 and product.stacked:

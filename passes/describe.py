@@ -132,7 +132,8 @@ def _middle(plan: Plan) -> list[Node]:
     """The operators between the first products and the last."""
     last = list(plan.products.values())[-1]
     nodes = term(plan.block, last.rows) if last.rows in plan.block.facts else []
-    return [node for node in nodes if node not in plan.products and node not in plan.block.leaves]
+    behind = {node for product in list(plan.products)[:-1] for node in term(plan.block, product)}
+    return [node for node in nodes if node not in behind]
 
 
 def _activation(plan: Plan) -> str:
@@ -148,12 +149,20 @@ def _activation(plan: Plan) -> str:
     nodes = [n for n in _middle(plan) if n.target not in layout and isinstance(n.target, torch._ops.OpOverload)]
     names = [_ACTIVATIONS[n.target] for n in nodes if n.target in _ACTIVATIONS]
     others = [n for n in nodes if n.target not in _ACTIVATIONS]
+    if names == ["relu"] and len(others) == 1 and _squares(others[0]):
+        return "relu2"
     if len(names) != 1 or len(others) > 1 or any(n.target is not aten.mul.Tensor for n in others):
         return "custom"
     (activation,) = (n for n in nodes if n.target in _ACTIVATIONS)
     if others and activation not in others[0].args:
         return "custom"
     return "gelu_tanh" if activation.kwargs.get("approximate") == "tanh" else names[0]
+
+
+def _squares(node: Node) -> bool:
+    return (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2) or (
+        node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+    )
 
 
 def _is_interleaved(plan: Plan) -> bool:

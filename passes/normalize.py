@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
-from moe_compile.passes.candidates import storage_of, value_of
+from moe_compile.passes.candidates import mutated_arguments, name_of, value_of
 from moe_compile.passes.match import NotProvenError
 
 
@@ -35,12 +35,16 @@ class NormalForm:
         inputs: placeholder -> the node it stands for.
         finals: node of the part -> its value in `graph` after the part has run, writes included.
         origins: operator -> the node of the part that it came from.
+        nodes: the nodes that were normalised.
+        failures: why others were not; what depends on those counts as coming from outside.
     """
 
     graph: Graph
     inputs: dict[Node, Node]
     finals: dict[Node, Node]
     origins: dict[Node, Node]
+    nodes: tuple[Node, ...]
+    failures: tuple[NotProvenError, ...]
 
 
 def normalize(nodes: Sequence[Node]) -> NormalForm:
@@ -53,7 +57,7 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
         Their normal form.
 
     Raises:
-        NotProvenError: if a node cannot be run apart from its graph, or writes to a tensor that others own.
+        NotProvenError: if the graph carries no fake tensors, or the nodes write to a tensor that others own.
     """
     inside = set(nodes)
     inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in inside))
@@ -62,13 +66,23 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
     if mode is None:
         raise NotProvenError("the graph carries no fake tensors", nodes[0])
     owner: dict[Node, Node] = {}
+    done: list[Node] = []
     returned: list[Node] = []
+    failures: list[NotProvenError] = []
 
     def run(*given: Any) -> list[Tensor]:
         env: dict[Node, Any] = dict(zip(inputs, given, strict=True))
-        returned.clear()
         for node in nodes:
-            _step(node, env, owner)
+            if any(operand not in env for operand in node.all_input_nodes):
+                continue
+            try:
+                _step(node, env, owner)
+            except NotProvenError as failure:
+                if mutated_arguments(node):
+                    raise
+                failures.append(failure)
+                continue
+            done.append(node)
             if isinstance(env[node], Tensor):
                 returned.append(node)
         return [env[node] for node in returned]
@@ -85,6 +99,8 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
         inputs=dict(zip(placeholders, inputs, strict=True)),
         finals={node: result for node, result in zip(returned, results, strict=True) if isinstance(result, Node)},
         origins=owner,
+        nodes=tuple(done),
+        failures=tuple(failures),
     )
 
 
@@ -124,6 +140,8 @@ def _input_value(node: Node) -> Any:
 
 
 def _step(node: Node, env: dict[Node, Any], owner: dict[Node, Node]) -> None:
+    if _is_random(node):
+        raise NotProvenError(f"{name_of(node)} draws random numbers", node)
     proxies = get_proxy_mode()
     assert proxies is not None
     graph = proxies.tracer.graph
@@ -133,17 +151,37 @@ def _step(node: Node, env: dict[Node, Any], owner: dict[Node, Node]) -> None:
         if node.op == "call_function":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":
-            env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            env[node] = _call_method(str(node.target), args, kwargs)
         else:
             raise NotProvenError(f"{node.name} is a {node.op}", node)
     except NotProvenError:
         raise
     except Exception as error:
-        raise NotProvenError(f"{node.name} cannot be traced alone ({type(error).__name__})", node) from error
+        raise NotProvenError(f"{node.name} cannot be traced alone: {type(error).__name__}: {str(error).partition(chr(10))[0]}", node) from error
     new = graph._root._prev
     while new is not before:
         owner[new] = node
         new = new._prev
+
+
+def _call_method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    except RuntimeError:
+        # Functionalisation has no symbolic sizes for some in-place methods (clamp_ in 2.13).
+        twin = getattr(args[0], name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
+        if twin is None:
+            raise
+        return args[0].copy_(twin(*args[1:], **kwargs))
+
+
+def _is_random(node: Node) -> bool:
+    """Whether a node draws random numbers, from its name: dropout cannot be functionalised apart from autograd."""
+    name = name_of(node)
+    if "dropout" in name:
+        training = node.kwargs.get("training", node.kwargs.get("train", node.args[2] if len(node.args) > 2 else True))
+        return training is not False
+    return name.startswith("rand") or name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "uniform_")
 
 
 def _require_own_writes(traced: Graph, inputs: dict[Node, Node]) -> None:
@@ -151,9 +189,3 @@ def _require_own_writes(traced: Graph, inputs: dict[Node, Node]) -> None:
         if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs:
             written = inputs[node.args[0]]
             raise NotProvenError(f"the block writes to {written.name}, which it did not create", written)
-
-
-def aliases(nodes: Sequence[Node], of: Node) -> list[Node]:
-    """The nodes whose values share memory with one."""
-    storage = storage_of(of)
-    return [node for node in nodes if storage is not None and storage_of(node) == storage]

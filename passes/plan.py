@@ -118,7 +118,7 @@ def make_plan(block: Block, output: Node) -> Plan:
     per_slot = output in block.weighted
     if per_slot:
         weights, rows = block.weighted[output], summed
-    products = _products(block, rows, differing)
+    products = _emitted(block, rows, _products(block, rows, differing))
     if not products:
         raise NotProvenError("no product with an expert's own weight was found", output)
     hidden, picked, repeated, per_pair = _hidden(block, products)
@@ -214,6 +214,19 @@ def _products(
                 f"{place[0].name} uses a parameter that differs between experts, other than a linear layer's", place[0]
             )
     return products
+
+
+def _emitted(block: Block, rows: Node, products: dict[Node, Product]) -> dict[Node, Product]:
+    """The products that remain once each bias has gone into its own."""
+    found: set[Node] = set()
+    stack = [rows]
+    while stack:
+        node = stack.pop()
+        if node in found or node not in block.facts and node not in block.outputs:
+            continue
+        found.add(node)
+        stack += [products[node].rows] if node in products else _operands(block, node)
+    return {node: product for node, product in products.items() if node in found}
 
 
 def _affine(node: Node, differing: dict[tuple[Node, int], list[Node]]) -> Product:

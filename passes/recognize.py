@@ -9,7 +9,7 @@
 A block that is not proven stays as it was, and the reason is returned.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from moe_compile.passes import gather, recognize_batched_mm, recognize_expert_loop, recognize_grouped_mm, rowwise
 from moe_compile.passes.block import Block, merge
 from moe_compile.passes.blocks import META_KEYS
-from moe_compile.passes.boundary import Boundary, in_autocast, without_foreign_writes
+from moe_compile.passes.boundary import Boundary, without_foreign_writes
 from moe_compile.passes.candidates import GROUPED, Candidate, find_candidates, name_of, storage_of, value_of
 from moe_compile.passes.canonicalize import write
 from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
@@ -25,6 +25,7 @@ from moe_compile.passes.facts import Fact
 from moe_compile.passes.match import Match, NotProvenError, Rejection, Replacement
 from moe_compile.passes.normalize import NormalForm, normalize
 from moe_compile.passes.plan import Plan, make_plan
+from moe_compile.passes.proofs import Proof, Proofs
 
 # The first rule with an answer wins: what rows begin and end with, then what makes a form, then what any form holds.
 _RULES = merge(
@@ -56,6 +57,7 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
     """
     matches: list[Match] = []
     rejections: list[Rejection] = []
+    proofs = Proofs()
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -63,7 +65,7 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
         for candidate in find_candidates(module):
             if skip(module_path(candidate.seed)) or claimed & set(candidate.nodes[-1:]) or candidate.seed in claimed:
                 continue
-            found = _recognize(module, candidate)
+            found = _recognize(module, candidate, proofs)
             if isinstance(found, Match):
                 claimed |= set(found.replacement.region)
                 matches.append(found)
@@ -87,31 +89,78 @@ def apply(gm: GraphModule, matches_with_tags: list[tuple[Match, str]]) -> None:
     gm.recompile()
 
 
-def _recognize(module: GraphModule, candidate: Candidate) -> Match | Rejection | None:
+def _recognize(module: GraphModule, candidate: Candidate, proofs: Proofs) -> Match | Rejection | None:
     """Proves one candidate; None if it turns out to be no experts block at all, such as a sort of something else."""
+    proof = proofs.find(candidate)
+    if proof is None:
+        proof = proofs.keep(candidate, _prove(candidate))
+    failure = proof.failure
+    if failure is None and proof.canonical is not None:
+        try:
+            return _match(module, candidate, proof)
+        except NotProvenError as found:
+            failure = found
+    if failure is None:
+        return None
+    where = failure.node or candidate.seed
+    return Rejection(candidate.form, module_path(candidate.seed), failure.reason, where.name, source_line(where))
+
+
+def _prove(candidate: Candidate) -> Proof:
     block: Block | None = None
-    form = candidate.form
     try:
-        nodes = without_foreign_writes(candidate.nodes)
-        normal = normalize(nodes)
+        normal = normalize(without_foreign_writes(candidate.nodes))
         block = _derive(candidate, normal)
-        if block is None:
-            return None
-        if not _looks_like_experts(block):
-            return None
-        return _match(module, candidate, nodes, normal, block)
+        if block is None or not _looks_like_experts(block):
+            return Proof()
+        value, outputs = _output(block, normal)
+        plan = make_plan(block, value)
+        written = Boundary((), normal.nodes).written()
+        kept = {
+            final: node
+            for node, final in normal.finals.items()
+            if final not in block.facts and storage_of(node) not in written
+        }
+        canonical, inputs = write(plan, kept)
     except NotProvenError as failure:
         # What could not be derived comes first: it is why something is missing in the end.
         cause = block.failures[0] if block is not None and block.failures else failure
-        where = _outer(cause.node, block) or candidate.seed
-        return Rejection(form, module_path(candidate.seed), cause.reason, where.name, source_line(where))
+        return Proof(failure=NotProvenError(cause.reason, _outer(cause.node, block)))
+    return Proof(
+        form=_form(block, plan),
+        spec=describe(plan),
+        canonical=canonical,
+        inputs=inputs,
+        outputs=outputs,
+        origin=normal.origins[value],
+        reads=tuple(normal.inputs.values()),
+        nodes=normal.nodes,
+    )
+
+
+def _match(module: GraphModule, candidate: Candidate, proof: Proof) -> Match:
+    """Places a proven block in its graph.
+
+    Raises:
+        NotProvenError: if it cannot be taken out of it.
+    """
+    assert proof.canonical is not None and proof.spec is not None and proof.origin is not None
+    boundary = Boundary(tuple(module.graph.nodes), proof.nodes)
+    last = boundary.last(proof.origin, proof.outputs)
+    boundary.require_undisturbed(proof.reads, last)
+    dead = boundary.dead_after(proof.outputs, proof.inputs, last)
+    region = tuple(node for node in proof.nodes if node in dead)
+    replacement = Replacement(module, proof.canonical, proof.inputs, proof.outputs, last, region)
+    return Match(proof.form, module_path(last), source_line(last), proof.spec, candidate.num_tokens, replacement)
 
 
 def _derive(candidate: Candidate, normal: NormalForm) -> Block | None:
     root = next((placeholder for placeholder, node in normal.inputs.items() if node is candidate.root), None)
     ids = value_of(candidate.root)
-    if root is None or not isinstance(candidate.top_k, int):
+    if root is None:
         return None
+    if not isinstance(candidate.top_k, int):
+        raise NotProvenError(f"the number of experts per token in {candidate.root.name} is a symbol", candidate.root)
     block = Block(
         form=normal,
         root=root,
@@ -121,6 +170,7 @@ def _derive(candidate: Candidate, normal: NormalForm) -> Block | None:
         below=ids_below(candidate.root),
     )
     block.facts[root] = Fact("ids", ("T", "K") if ids.dim() == 2 else ("N",))
+    block.failures += normal.failures
     rules = recognize_grouped_mm.with_transformers(_RULES)
     block.derive(rules, rowwise.elementwise)
     return block
@@ -132,29 +182,6 @@ def _looks_like_experts(block: Block) -> bool:
     experts = {fact.expert for fact in block.facts.values() if fact.kind in ("token", "pair", "mask")} - {None}
     grouped = any(name_of(node) in GROUPED for node in block.form.origins.values())
     return bool(block.projections) or grouped or "parameter" in kinds or (len(experts) > 1 and "rows" in kinds)
-
-
-def _match(
-    module: GraphModule, candidate: Candidate, nodes: Sequence[Node], normal: NormalForm, block: Block
-) -> Match:
-    value, outputs = _output(block, normal)
-    plan = make_plan(block, value)
-    order = list(module.graph.nodes)
-    boundary = Boundary(order, nodes)
-    last = boundary.last(normal.origins[value], outputs)
-    written = boundary.written()
-    kept = {
-        final: node
-        for node, final in normal.finals.items()
-        if final not in block.facts and storage_of(node) not in written
-    }
-    canonical, inputs = write(plan, kept)
-    boundary.require_undisturbed(normal.inputs.values(), last)
-    if in_autocast(order, last):
-        raise NotProvenError(f"{last.name} runs inside an autocast context of the graph's own", last)
-    dead = boundary.dead_after(outputs, inputs, last)
-    replacement = Replacement(module, canonical, inputs, outputs, last, tuple(n for n in nodes if n in dead))
-    return Match(_form(block, plan), module_path(last), source_line(last), describe(plan), block.num_tokens, replacement)
 
 
 def _form(block: Block, plan: Plan) -> str:

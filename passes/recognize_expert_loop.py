@@ -281,8 +281,14 @@ class _Comparison:
             for index, (x, y) in enumerate(zip(a.args, b.args, strict=True)):
                 self._argument((a, index), x, y, b)
         elif not self._equal(a, b):
-            if not is_tensor(a) or not is_tensor(b) or not shape_equal(a, b) or _metadata(a) != _metadata(b):
+            if not is_tensor(a) or not is_tensor(b):
                 raise self._differs(place[0], other)
+            if not shape_equal(a, b) or _metadata(a) != _metadata(b):
+                raise NotProvenError(
+                    f"expert {self.expert} has a parameter of {_describe(b)} in {_spell(other)} where expert 0 has one of "
+                    f"{_describe(a)}",
+                    other,
+                )
             found = self.differing.setdefault(place, [a])
             found += [a] * (self.expert - len(found))
             found.append(b)
@@ -324,9 +330,13 @@ def _metadata(node: Node) -> tuple[Any, ...]:
     return value.dtype, value.device
 
 
+def _describe(node: Node) -> str:
+    value = node.meta["val"]
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
 def _spell(node: Node) -> str:
     target = node.target
     name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else str(target)
     constants = [repr(a) for a in node.args if isinstance(a, int | float)]
-    shapes = [str(tuple(a.meta["val"].shape)) for a in node.all_input_nodes if is_tensor(a) and a.op == "placeholder"]
-    return f"{name}({', '.join(constants + shapes)})" if constants or shapes else name
+    return f"{name}(..., {', '.join(constants)})" if constants else name

@@ -104,6 +104,18 @@ def _cast(block: Block, node: Node) -> Fact | None:
     return fact if exact and fact.kind not in ("update", "positions") else None
 
 
+@rule(RULES, aten.copy.default)
+def _overwrite(block: Block, node: Node) -> Fact | None:
+    """What an in-place operation left, written as a copy over the old value."""
+    old, new = node.args
+    fact = block.fact(new)
+    same = is_tensor(old) and shape_equal(old, new) and old.meta["val"].dtype == new.meta["val"].dtype  # type: ignore[union-attr]
+    if fact is None or not same or fact.kind not in ("ids", "rows"):
+        return None
+    block.passed[node] = new  # type: ignore[assignment]
+    return fact
+
+
 @rule(RULES, *VIEWS)
 def _view(block: Block, node: Node) -> Fact | None:
     fact = block.fact(node.args[0])
