@@ -49,7 +49,7 @@ def test_dynamo_internals_are_read_in_one_file_only():
     assert readers == {"moe_compile/capture/tracing.py"}
 
 
-def test_importing_it_imports_neither_transformers_nor_triton():
-    program = "import sys, moe_compile; print([m for m in ('transformers', 'triton') if m in sys.modules])"
+def test_importing_it_does_not_import_transformers():
+    program = "import sys, moe_compile; print('transformers' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.strip() == "False"

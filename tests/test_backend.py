@@ -291,6 +291,10 @@ def test_reset_forgets_and_compiles_again(qwen3):
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="in torch 2.11 the process dies when two threads compile at once, whatever the backend",
+)
 def test_threads_do_not_see_each_others_backends():
     results = {}
 
