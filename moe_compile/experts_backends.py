@@ -1,13 +1,10 @@
 """The experts backends, as records: everything that is said of one is read from here."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch.fx import GraphModule
 
 from moe_compile.errors import UnknownBackendError
 from moe_compile.modes import nearest
-from moe_compile.passes.blocks import CanonicalBlock
+from moe_compile.passes import Lowering
 from moe_compile.passes.lower_batched_mm import lower_batched_mm
 from moe_compile.passes.lower_grouped_mm import lower_grouped_mm
 from moe_compile.rules import Predicate, Situation, batched_mm_reasons, eager_reasons, grouped_mm_reasons
@@ -23,8 +20,8 @@ class ExpertsBackend:
     Attributes:
         name: what users call it.
         reasons: predicate; why it is not legal for a block in a situation, empty when it is.
-        lower: replaces the canonical ops of one block in a graph and returns the name of what runs there, which is
-            more precise than the backend's where that names a family; None where the model's own code stays.
+        lower: replaces the canonical ops of one block in a graph and says what runs there; None where the model's own
+            code stays.
         has_backward: whether gradients flow through it.
         cuda_graph_safe: whether it may run inside CUDA graphs.
         summary: one line for tables.
@@ -32,7 +29,7 @@ class ExpertsBackend:
 
     name: str
     reasons: Predicate
-    lower: Callable[[GraphModule, CanonicalBlock], str] | None
+    lower: Lowering | None
     has_backward: bool
     cuda_graph_safe: bool
     summary: str

@@ -126,6 +126,11 @@ def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def _own_dtypes(tensor: Tensor) -> torch.autocast:
+    """Keeps autocast out: an op's result has the dtype that its fake function promises."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 @torch.library.impl(f"{NAMESPACE}::grouped_linear", _REFERENCE)
 def _grouped_linear(
     rows_ND: Tensor, weight: Tensor, bias: Tensor | None, offsets_E: Tensor, transposed: bool
@@ -133,10 +138,11 @@ def _grouped_linear(
     out = _check_grouped_linear(rows_ND, weight, bias, offsets_E, transposed)
     rows_ND = rows_ND.to(weight.dtype)
     out_NO = rows_ND.new_zeros(rows_ND.shape[0], out)
-    for expert, (start, end) in enumerate(_groups(offsets_E)):
-        matrix = weight[expert] if transposed else weight[expert].T
-        product = rows_ND[start:end] @ matrix
-        out_NO[start:end] = product if bias is None else product + bias[expert]
+    with _own_dtypes(rows_ND):
+        for expert, (start, end) in enumerate(_groups(offsets_E)):
+            matrix = weight[expert] if transposed else weight[expert].T
+            product = rows_ND[start:end] @ matrix
+            out_NO[start:end] = product if bias is None else product + bias[expert]
     return out_NO
 
 
@@ -156,12 +162,13 @@ def _grouped_linear_grads(
     grad_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     grad_bias = weight.new_zeros((weight.shape[0], grad_NO.shape[1]) if has_bias else (0,))
-    for expert, (start, end) in enumerate(_groups(offsets_E)):
-        grad, part = grad_NO[start:end], rows[start:end]
-        grad_rows[start:end] = grad @ (weight[expert].T if transposed else weight[expert])
-        grad_weight[expert] = part.T @ grad if transposed else grad.T @ part
-        if has_bias:
-            grad_bias[expert] = grad.sum(0)
+    with _own_dtypes(rows):
+        for expert, (start, end) in enumerate(_groups(offsets_E)):
+            grad, part = grad_NO[start:end], rows[start:end]
+            grad_rows[start:end] = grad @ (weight[expert].T if transposed else weight[expert])
+            grad_weight[expert] = part.T @ grad if transposed else grad.T @ part
+            if has_bias:
+                grad_bias[expert] = grad.sum(0)
     return grad_rows.to(rows_ND.dtype), grad_weight, grad_bias
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from moe_compile.decision import OnReject, decide
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.passes import Lowering, run_passes
-from moe_compile.passes.blocks import CanonicalBlock
+from moe_compile.passes.blocks import CanonicalBlock, Lowered
 from moe_compile.passes.match import Match, Rejection
 from moe_compile.report import Block, GraphSummary, Rejected
 from moe_compile.rules import Situation
@@ -112,6 +112,8 @@ class Rewriter:
         ).name
         return EXPERTS_BACKENDS[name].lower if name is not None else None
 
-    def note_lowered(self, block: CanonicalBlock, name: str) -> None:
-        if block.tag in self.blocks:
-            self.blocks[block.tag] = replace(self.blocks[block.tag], chosen=name)
+    def note_lowered(self, block: CanonicalBlock, outcome: Lowered) -> None:
+        record = self.blocks.get(block.tag)
+        if record is not None:
+            reasons = {**record.reasons, **outcome.reasons}
+            self.blocks[block.tag] = replace(record, chosen=outcome.name, reasons=reasons)

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from torch.fx import GraphModule
 
-from moe_compile.passes.blocks import CanonicalBlock, find_canonical_blocks
+from moe_compile.passes.blocks import CanonicalBlock, Lowered, find_canonical_blocks
 from moe_compile.passes.match import Match, Rejection
 from moe_compile.passes.recognize import apply, recognize
 
-Lowering = Callable[[GraphModule, CanonicalBlock], str]
+Lowering = Callable[[GraphModule, CanonicalBlock], Lowered]
 
 
 class Policy(Protocol):
@@ -31,7 +31,7 @@ class Policy(Protocol):
     def lowering(self, block: CanonicalBlock) -> Lowering | None:
         """How to lower a canonical block; None leaves the reference ops in the graph."""
 
-    def note_lowered(self, block: CanonicalBlock, name: str) -> None:
+    def note_lowered(self, block: CanonicalBlock, outcome: Lowered) -> None:
         """Takes note of what runs a block now."""
 
 

@@ -9,8 +9,8 @@ between the canonical ops is none of a lowering's business.
 """
 
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,19 @@ _CANONICAL = tuple(
     for name in ("dispatch", "grouped_linear", "grouped_linear_backward", "combine")
 )
 _DISPATCH, _GROUPED_LINEAR, _, _COMBINE = _CANONICAL
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a lowering made of a block.
+
+    Attributes:
+        name: what runs the block, which is more precise than the experts backend's name where that names a family.
+        reasons: member of the family -> why it does not run the block.
+    """
+
+    name: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from torch.fx import GraphModule, Node
 
 from moe_compile.errors import MemoryWarning, RuleError
 from moe_compile.ops import weighted_sum
-from moe_compile.passes.blocks import CanonicalBlock, fake_value, needs_gradient, op_arguments
+from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, needs_gradient, op_arguments
 from moe_compile.passes.splice import replace_node, splice
 
 WARN_BYTES = 1 << 30
 _WARNED: WeakSet[GraphModule] = WeakSet()
 
 
-def lower_batched_mm(gm: GraphModule, block: CanonicalBlock) -> str:
+def lower_batched_mm(gm: GraphModule, block: CanonicalBlock) -> Lowered:
     """Replaces a block's canonical ops in place; the caller lints and recompiles.
 
     Args:
@@ -34,7 +34,7 @@ def lower_batched_mm(gm: GraphModule, block: CanonicalBlock) -> str:
         block: a block of it.
 
     Returns:
-        "batched_mm".
+        The outcome "batched_mm".
 
     Raises:
         RuleError: if the block's offsets are used in another way than by its own projections and combine:
@@ -65,7 +65,7 @@ def lower_batched_mm(gm: GraphModule, block: CanonicalBlock) -> str:
             node.replace_all_uses_with(order)
     for node in (*block.rows, *block.offsets, *block.order, block.dispatch):
         node.graph.erase_node(node)
-    return "batched_mm"
+    return Lowered("batched_mm")
 
 
 def _dispatch(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from moe_compile.kernels.grouped_mm_fallback import grouped_mm_fallback
 from moe_compile.kernels.native_grouped_mm import describe_call, native_reasons
 from moe_compile.ops import drop_sentinel_rows, invert, weighted_sum
-from moe_compile.passes.blocks import CanonicalBlock, fake_value, needs_gradient, op_arguments
+from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, needs_gradient, op_arguments
 from moe_compile.passes.splice import replace_node, splice
 from moe_compile.spec import ExpertsSpec
 
@@ -77,7 +77,7 @@ def predict_from_spec(
     return GroupedMMOutcome(FALLBACK if any(reasons) else NATIVE, tuple(reasons))
 
 
-def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
+def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> Lowered:
     """Replaces a block's canonical ops in place; the caller lints and recompiles.
 
     Args:
@@ -85,7 +85,7 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
         block: a block of it.
 
     Returns:
-        The name of the outcome that `predict_grouped_mm` predicts.
+        The outcome that `predict_grouped_mm` predicts, with why the native kernel does not run where it does not.
     """
     outcome = predict_grouped_mm(block)
     dispatch = op_arguments(block.dispatch)
@@ -110,7 +110,8 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> str:
     block.dispatch.graph.erase_node(block.dispatch)
     if not ids.users:  # without a bias; exported programs run what is dead
         ids.graph.erase_node(ids)
-    return outcome.name
+    refused = dict.fromkeys(reason for reasons in outcome.reasons for reason in reasons)
+    return Lowered(outcome.name, {NATIVE: "; ".join(refused)} if refused else {})
 
 
 def _dispatch(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -35,6 +35,7 @@ def test_blocks_are_listed_with_path_form_spec_and_choice(qwen3):
     assert (spec.gate.kind, spec.weight_dtype) == ("silu", torch.float32)
     assert block.tokens == 16
     assert block.chosen == "grouped_mm_fallback"
+    assert block.reasons["grouped_mm"] == "grouped_mm compiles in bfloat16 only, the weight is float32"
     assert len(explanation.graphs) == 1
     assert explanation.graph_breaks == ()
     assert explanation.error is None

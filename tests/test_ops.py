@@ -161,3 +161,15 @@ def test_token_counts_must_agree():
         ops.dispatch(_INPUTS.x, _INPUTS.ids[:2], 4)
     with pytest.raises(RuntimeError, match="6 rows, but an order of 4"):
         ops.combine(_ROWS, _INPUTS.weights, torch.arange(4), torch.float32)
+
+
+def test_the_reference_ignores_autocast():
+    rows, weight = torch.randn(4, 8, requires_grad=True), torch.randn(2, 6, 8, requires_grad=True)
+    offsets = torch.tensor([1, 4], dtype=torch.int32)
+    plain = torch.ops.moe.grouped_linear(rows, weight, None, offsets, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = torch.ops.moe.grouped_linear(rows, weight, None, offsets, False)
+        output.sum().backward()
+    assert torch.equal(output, plain)
+    expected = torch.stack([rows[:1].sum(0), rows[1:].sum(0)])
+    torch.testing.assert_close(weight.grad, expected.unsqueeze(1).expand(2, 6, 8))

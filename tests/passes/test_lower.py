@@ -42,7 +42,7 @@ class Backend:
         shape_env = torch._guards.detect_fake_mode(example_inputs).shape_env
         guards = len(shape_env.guards)
         before = all_nodes(gm)
-        names = [self.lower(gm, block) for block in blocks]
+        names = [self.lower(gm, block).name for block in blocks]
         assert len(shape_env.guards) == guards, "lowering guards on a size"
         if self.lower is lower_grouped_mm:
             assert names == [outcome.name for outcome in predicted]
