@@ -160,6 +160,11 @@ class Block:
             self.facts[node] = found
 
 
+def arguments(node: Node) -> Any:
+    """An operator's positional arguments; what each may be is the operator's business, so they are untyped."""
+    return node.args
+
+
 def rule(table: dict[Any, list[Rule]], *targets: Any) -> Callable[[Rule], Rule]:
     """Adds a rule for some operators to a table."""
 
@@ -202,9 +207,9 @@ def is_arange(node: Any, size: Size) -> bool:
     if node.target is aten.arange.start_step:
         start, *rest = node.args
         step = rest[1] if len(rest) > 1 else 1
-        return start == 0 and step == 1 and same_size(shape_of(node)[0], size)
+        return bool(start == 0 and step == 1) and same_size(shape_of(node)[0], size)
     if node.target is aten.arange.start:
-        return node.args[0] == 0 and same_size(shape_of(node)[0], size)
+        return bool(node.args[0] == 0) and same_size(shape_of(node)[0], size)
     return node.target is aten._to_copy.default and is_arange(node.args[0], size)
 
 

@@ -138,5 +138,3 @@ def without_foreign_writes(nodes: Sequence[Node]) -> list[Node]:
 
 def _is_assertion(node: Node) -> bool:
     return name_of(node) in ("_assert_scalar", "_assert_tensor_metadata", "_check", "sym_constrain_range_for_size")
-
-

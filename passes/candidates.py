@@ -26,16 +26,17 @@ GROUPED = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 _SORTS = frozenset({"sort", "argsort"})
 _GATHERS = frozenset({"getitem", "index", "index_select"})
 _MASKS = frozenset({"where", "nonzero", "nonzero_numpy", "one_hot", "eq"})
-_VIEWS = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze expand expand_as permute transpose t T mT swapaxes contiguous "
-    "clone alias detach to type type_as float half bfloat16 double long int _to_copy select slice split chunk unbind "
-    "narrow repeat_interleave getitem".split()
-)
+_CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "_to_copy"})
+_RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as"})
+_TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "swapaxes"})
+_CUTS = frozenset({"select", "slice", "split", "chunk", "unbind", "narrow", "getitem"})
+_COPIES = frozenset({"contiguous", "clone", "alias", "detach", "repeat_interleave"})
+_VIEWS = _CASTS | _RESHAPES | _TRANSPOSES | _CUTS | _COPIES
 _INTEGER_STEPS = _VIEWS | _SORTS | _MASKS | frozenset({"floor_divide", "floordiv", "clamp", "clamp_", "ge", "lt", "ne"})
-_BUFFERS = frozenset("zeros zeros_like new_zeros empty empty_like new_empty full full_like arange".split())
-_REDUCERS = frozenset(
-    "sum index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ einsum bmm matmul".split()
+_BUFFERS = frozenset(
+    {"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like", "arange"}
 )
+_REDUCERS = frozenset({"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "einsum", "bmm", "matmul"})
 _PRELUDE_DEPTH = 8
 _TAIL = 32
 
@@ -110,7 +111,7 @@ def mutated_arguments(node: Node) -> list[Node]:
         return [a for a in node.args[:1] if isinstance(a, Node)] if in_place else []
     if node.op != "call_function":
         return []
-    if node.target is operator.setitem or getattr(node.target, "__module__", "") == "_operator" and _is_augmented(node):
+    if node.target is operator.setitem or _is_augmented(node):
         return [a for a in node.args[:1] if isinstance(a, Node)]
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments
@@ -120,7 +121,7 @@ def mutated_arguments(node: Node) -> list[Node]:
         return positional + [v for k, v in node.kwargs.items() if k in named and isinstance(v, Node)]
     name = name_of(node)
     if isinstance(node.kwargs.get("out"), Node):
-        return [node.kwargs["out"]]
+        return [node.kwargs["out"]]  # type: ignore[list-item]
     if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True:
         return [a for a in node.args[:1] if isinstance(a, Node)]
     return []
@@ -136,6 +137,8 @@ def storage_of(node: Node) -> StorageWeakRef | None:
 
 def _is_augmented(node: Node) -> bool:
     """Whether a function of the operator module is the in-place twin of another, as `iadd` is of `add`."""
+    if getattr(node.target, "__module__", "") != "_operator":
+        return False
     name = name_of(node)
     return name.startswith("i") and hasattr(operator, name[1:]) and name not in ("invert", "index", "is_", "is_not")
 
@@ -237,7 +240,7 @@ def _depending(
 
     def push(users: Iterable[Node]) -> None:
         for user in users:
-            if user not in seen and user.op != "output":
+            if user not in seen and user.op in ("call_function", "call_method") and not _holds_graphs(user):
                 seen.add(user)
                 by_position[position[user]] = user
                 heapq.heappush(queue, (position[user], 0))
@@ -263,6 +266,11 @@ def _depending(
     return order, routing
 
 
+def _holds_graphs(node: Node) -> bool:
+    """Whether a node runs subgraphs, which are searched on their own."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
 def _is_row_like(value: Any, pairs: int | torch.SymInt, top_k: int | torch.SymInt) -> bool:
     if isinstance(value, tuple | list):
         return bool(value) and _is_row_like(value[0], pairs, top_k)
@@ -281,7 +289,7 @@ def _is_pairs(size: int | torch.SymInt, pairs: int | torch.SymInt) -> bool:
 
 
 def _casts(node: Node) -> Iterator[Node]:
-    return (u for u in node.users if name_of(u) in ("to", "type", "type_as", "float", "bfloat16", "half", "_to_copy"))
+    return (user for user in node.users if name_of(user) in _CASTS)
 
 
 def _prelude(nodes: list[Node], inside: set[Node]) -> Iterator[Node]:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from moe_compile.passes.block import aten
+from moe_compile.passes.block import arguments, aten
 from moe_compile.passes.candidates import value_of
 from moe_compile.passes.facts import Label, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import probe, trace
-from moe_compile.passes.plan import Plan, Product
+from moe_compile.passes.plan import Plan, Product, of_first_expert
 from moe_compile.passes.recognize_grouped_mm import untransposed
 from moe_compile.passes.rowwise import VIEWS
 
@@ -44,6 +44,17 @@ def write(plan: Plan, kept: dict[Node, Node]) -> tuple[Graph, tuple[Node, ...]]:
         NotProvenError: if an operator needs something that the canonical form does not have.
     """
     found: dict[Node, Any] = {}
+    try:
+        return _traced(plan, kept, found)
+    except NotProvenError:
+        raise
+    except Exception as error:
+        # An operator that the canonical form cannot run, such as one that wants a layout that the new rows do not have.
+        reason = f"the canonical form cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise NotProvenError(reason, plan.output) from error
+
+
+def _traced(plan: Plan, kept: dict[Node, Node], found: dict[Node, Any]) -> tuple[Graph, tuple[Node, ...]]:
     probe(lambda: _Writer(plan, kept, lambda node: found.setdefault(node, value_of(node))).run(), plan.mode)
     nodes = tuple(found)
 
@@ -88,7 +99,8 @@ class _Writer:
         if self.plan.weights_per_slot:
             return self.outside(weights).reshape(self.ids_TK.shape)
         # (T, K, 1) and (T, K) from outside need no picking.
-        if weights not in self.block.facts and shape_of(weights)[:2] == shape_of(self.block.root):
+        per_slot = [*shape_of(weights)[:2]], [self.block.num_tokens, self.block.top_k]
+        if weights not in self.block.facts and len(per_slot[0]) == 2 and all(map(same_size, *per_slot)):
             return self.outside(weights).reshape(self.ids_TK.shape)
         return self.operand(weights, self.plan.weights_labels, False).reshape(self.ids_TK.shape)
 
@@ -107,25 +119,26 @@ class _Writer:
         if product is not None:
             return self._product(node, product)
         if node in block.fills:
-            rows = self.value(block.fills[node][0][1] if 0 not in dict(block.fills[node]) else dict(block.fills[node])[0], in_order)
+            rows = self.value(of_first_expert(block.fills[node]), in_order)
             return rows.unsqueeze(1) if block.facts[node].labels[:2] == ("T", "K") else rows
         if node in block.passed:
             return self.operand(block.passed[node], block.facts[node].labels, in_order)
         if node in block.leaves:
             return self._pick(node, in_order)
         if node.target is operator.getitem:
-            return self.value(node.args[0], in_order)[node.args[1]]  # type: ignore[index, arg-type]
+            return self.value(arguments(node)[0], in_order)[arguments(node)[1]]
         if node.target in VIEWS:
-            return self.operand(node.args[0], None, in_order).reshape(self._shape(node))
+            return self.operand(arguments(node)[0], None, in_order).reshape(self._shape(node))
         if node.target is aten.expand.default:
-            return self.operand(node.args[0], None, in_order).expand(self._shape(node))
+            return self.operand(arguments(node)[0], None, in_order).expand(self._shape(node))
         return self._again(node, in_order)
 
     def _again(self, node: Node, in_order: bool) -> Any:
         if node not in self.block.facts and node not in self.block.outputs:
             raise NotProvenError(f"{node.name} depends on the routing in a way that was not proven", node)
         fact = self.block.fact(node)
-        pointwise = torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+        assert isinstance(node.target, torch._ops.OpOverload)
+        pointwise = torch.Tag.pointwise in node.target.tags
         labels = fact.labels if fact is not None and pointwise else None
 
         def convert(argument: Any) -> Any:
@@ -135,8 +148,8 @@ class _Writer:
                 return argument
             return self.operand(argument, labels, in_order)
 
-        args = [convert(argument) for argument in node.args]
-        return node.target(*args, **{key: convert(v) for key, v in node.kwargs.items()})  # type: ignore[operator]
+        args = [convert(argument) for argument in arguments(node)]
+        return node.target(*args, **{key: convert(v) for key, v in node.kwargs.items()})
 
     def operand(self, node: Any, labels: tuple[Label, ...] | None, in_order: bool) -> Any:
         """An operand; one from outside that runs along some of these labels is picked in the order of the rows."""
@@ -152,9 +165,9 @@ class _Writer:
         runs = {label: axis for axis, label in enumerate(own) if label and not same_size(shape[axis], 1)}
         if not runs:
             return self.outside(node)
-        if node.target is aten.unsqueeze.default and runs == {"N": 0} and node.args[1] not in (0, -len(shape)):
-            inner = self.operand(node.args[0], (*own[:1], *(None,) * (len(shape) - 2)), in_order)
-            return inner.unsqueeze(node.args[1])
+        if node.target is aten.unsqueeze.default and runs == {"N": 0} and arguments(node)[1] not in (0, -len(shape)):
+            inner = self.operand(arguments(node)[0], (*own[:1], *(None,) * (len(shape) - 2)), in_order)
+            return inner.unsqueeze(arguments(node)[1])
         value = self.outside(node)
         if set(runs) == {"N"}:
             return self._along(value, runs["N"], "N", in_order)
@@ -174,17 +187,17 @@ class _Writer:
         return value.index_select(axis, index)
 
     def _pick(self, node: Node, in_order: bool) -> Tensor:
-        base, indices = node.args[0], node.args[1]
+        base, indices = arguments(node)[0], arguments(node)[1]
         if node.target is aten.index.Tensor:
-            axis = next(i for i, index in enumerate(indices) if index is not None)  # type: ignore[arg-type, union-attr]
-            kinds = [self.block.facts[index].kind for index in indices if index is not None]  # type: ignore[union-attr, index]
+            axis = next(i for i, index in enumerate(indices) if index is not None)
+            kinds = [self.block.facts[index].kind for index in indices if index is not None]
             counted = {"token": "T", "slot": "K", "pair": "N"}
             labels = [counted.get(kind) for kind in kinds]
             if kinds == ["mask"]:
-                labels = list(self.block.facts[indices[axis]].labels)  # type: ignore[index]
+                labels = list(self.block.facts[indices[axis]].labels)
         else:
-            axis = int(indices) % len(shape_of(base))  # type: ignore[arg-type]
-            labels = ["T" if self.block.facts[node.args[2]].kind == "token" else "N"]  # type: ignore[index]
+            axis = int(indices) % len(shape_of(base))
+            labels = ["T" if self.block.facts[arguments(node)[2]].kind == "token" else "N"]
         if in_order and axis == 0 and base is self.plan.picked:
             return self.rows
         if in_order and axis == 1 and self._is_unsqueezed_hidden(base):
@@ -196,7 +209,11 @@ class _Writer:
         return self._along(value, axis, labels[0], in_order)
 
     def _is_unsqueezed_hidden(self, base: Any) -> bool:
-        return base.target is aten.unsqueeze.default and base.args[0] is self.plan.picked and base.args[1] in (0, -3)
+        return (
+            base.target is aten.unsqueeze.default
+            and arguments(base)[0] is self.plan.picked
+            and arguments(base)[1] in (0, -3)
+        )
 
     def _shape(self, node: Node) -> list[Any]:
         """A view's shape, with rows of the new kind."""
@@ -210,7 +227,7 @@ class _Writer:
             elif isinstance(size, int):
                 sizes.append(size)
             else:
-                sizes.append(self.outside(node.args[1][axis]))  # type: ignore[index]
+                sizes.append(self.outside(arguments(node)[1][axis]))
         return sizes
 
     # Products --------------------------------------------------------------------------------------------------------
@@ -240,14 +257,15 @@ class _Writer:
     def _stacked(self, parts: list[Node]) -> Tensor:
         """Each expert's own tensor, stacked; the stack itself if they were taken out of one."""
         first = parts[0]
-        if all(part.target is aten.select.int and part.args[:2] == (first.args[0], 0) for part in parts):
-            return self._source_of([int(part.args[2]) for part in parts], first.args[0], parts)  # type: ignore[arg-type]
-        unbound = [part.args[0] if part.target is operator.getitem else None for part in parts]
-        if isinstance(unbound[0], Node) and unbound[0].target is aten.unbind.int and len(unbound[0].args) == 1:
-            if all(same_call(source, unbound[0]) for source in unbound):
-                return self._source_of([int(part.args[1]) for part in parts], unbound[0].args[0], parts)  # type: ignore[arg-type]
+        if all(part.target is aten.select.int and arguments(part)[:2] == (arguments(first)[0], 0) for part in parts):
+            return self._source_of([int(arguments(part)[2]) for part in parts], arguments(first)[0], parts)
+        unbound = [arguments(part)[0] if part.target is operator.getitem else None for part in parts]
+        source: Any = unbound[0]
+        along_experts = isinstance(source, Node) and source.target is aten.unbind.int and len(source.args) == 1
+        if along_experts and all(same_call(other, source) for other in unbound):
+            return self._source_of([int(arguments(part)[1]) for part in parts], arguments(source)[0], parts)
         if all(part.target is aten._to_copy.default and part.kwargs == first.kwargs for part in parts):
-            return torch.ops.aten._to_copy.default(self._stacked([p.args[0] for p in parts]), **first.kwargs)  # type: ignore[misc]
+            return torch.ops.aten._to_copy.default(self._stacked([arguments(p)[0] for p in parts]), **first.kwargs)
         return torch.stack([self.outside(part) for part in parts])
 
     def _source_of(self, numbers: list[int], source: Any, parts: list[Node]) -> Tensor:
@@ -284,8 +302,9 @@ class _Writer:
                 return [convert(item) for item in argument]
             return self.outside(argument)
 
-        args = [convert(argument) for argument in node.args]
-        return node.target(*args, **{key: convert(v) for key, v in node.kwargs.items()})  # type: ignore[operator]
+        args = [convert(argument) for argument in arguments(node)]
+        assert callable(node.target)
+        return node.target(*args, **{key: convert(v) for key, v in node.kwargs.items()})
 
 
 def same_call(left: Any, right: Any) -> bool:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_compile.passes.block import aten
+from moe_compile.passes.block import arguments, aten
 from moe_compile.passes.candidates import name_of, value_of
-from moe_compile.passes.facts import Size, expression, shape_of
+from moe_compile.passes.facts import Size, expression, same_size, shape_of
 from moe_compile.passes.plan import Plan, Product, term
 from moe_compile.spec import ExpertsSpec, GateSpec, RoutingWeightPlace
 
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 _PARAMETER = re.compile(r"(?:^|_)(?:parameters|buffers)_(.+?)_*$")
+_KEEPS_SLOTS = ("view", "reshape", "flatten", "to", "int", "long", "contiguous", "_to_copy", "detach")
 _ACTIVATIONS: dict[Any, str] = {
     aten.silu.default: "silu",
     aten.gelu.default: "gelu",
@@ -38,9 +39,9 @@ def source_line(node: Node) -> str | None:
     return f"{found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else None
 
 
-def ids_differ(root: Node, top_k: int) -> bool:
+def ids_differ(root: Node, top_k: Size) -> bool:
     """Whether the ids of a token are known to differ: they are one each, or places of a `topk`."""
-    return top_k == 1 or _selection(root) is not None
+    return same_size(top_k, 1) or _selection(root) is not None
 
 
 def ids_below(root: Node) -> Size | None:
@@ -48,7 +49,7 @@ def ids_below(root: Node) -> Size | None:
     selection = _selection(root)
     if selection is None:
         return None
-    size: Size = value_of(selection.args[0]).shape[-1]  # type: ignore[arg-type]
+    size: Size = value_of(arguments(selection)[0]).shape[-1]
     return size
 
 
@@ -56,13 +57,13 @@ def _selection(node: Node) -> Node | None:
     """The topk or sort, along the last axis, whose second result some ids are."""
     while True:
         value = value_of(node)
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        source = arguments(node)[0] if arguments(node) and isinstance(arguments(node)[0], Node) else None
         if source is None:
             return None
-        if name_of(node) == "getitem" and node.args[1] == 1 and name_of(source) in ("topk", "sort"):
+        if name_of(node) == "getitem" and arguments(node)[1] == 1 and name_of(source) in ("topk", "sort"):
             return source if _along_last_axis(source) else None
         is_integer_source = isinstance(value_of(source), torch.Tensor) and not value_of(source).is_floating_point()
-        keeps_slots = name_of(node) in ("view", "reshape", "flatten", "to", "int", "long", "contiguous", "_to_copy", "detach")
+        keeps_slots = name_of(node) in _KEEPS_SLOTS
         if not keeps_slots or not is_integer_source or value.shape[-1:] != value_of(source).shape[-1:]:
             return None
         node = source
@@ -70,10 +71,10 @@ def _selection(node: Node) -> Node | None:
 
 def _along_last_axis(node: Node) -> bool:
     position = 2 if name_of(node) == "topk" else 1
-    if node.kwargs.get("stable") is not None and len(node.args) > 1 and isinstance(node.args[1], bool):
+    if node.kwargs.get("stable") is not None and len(arguments(node)) > 1 and isinstance(arguments(node)[1], bool):
         return False
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
-    return dim in (-1, value_of(node.args[0]).dim() - 1)  # type: ignore[arg-type]
+    dim = arguments(node)[position] if len(arguments(node)) > position else node.kwargs.get("dim", -1)
+    return dim in (-1, value_of(arguments(node)[0]).dim() - 1)
 
 
 def describe(plan: Plan) -> ExpertsSpec:
@@ -154,25 +155,25 @@ def _activation(plan: Plan) -> str:
     if len(names) != 1 or len(others) > 1 or any(n.target is not aten.mul.Tensor for n in others):
         return "custom"
     (activation,) = (n for n in nodes if n.target in _ACTIVATIONS)
-    if others and activation not in others[0].args:
+    if others and activation not in arguments(others[0]):
         return "custom"
     return "gelu_tanh" if activation.kwargs.get("approximate") == "tanh" else names[0]
 
 
 def _squares(node: Node) -> bool:
-    return (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2) or (
-        node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+    return (node.target is aten.pow.Tensor_Scalar and arguments(node)[1] == 2) or (
+        node.target is aten.mul.Tensor and arguments(node)[0] is arguments(node)[1]
     )
 
 
 def _is_interleaved(plan: Plan) -> bool:
-    return any(n.target is aten.slice.Tensor and len(n.args) > 4 and n.args[4] == 2 for n in _middle(plan))
+    return any(n.target is aten.slice.Tensor and len(arguments(n)) > 4 and arguments(n)[4] == 2 for n in _middle(plan))
 
 
 def _place_of_weight(plan: Plan) -> RoutingWeightPlace:
     if plan.weights is not None:
         return "output"
-    picked = [n for n in term(plan.block, plan.rows) if n in plan.block.leaves and n.args[0] is not plan.picked]
+    picked = [n for n in term(plan.block, plan.rows) if n in plan.block.leaves and arguments(n)[0] is not plan.picked]
     return "input" if picked else "none"
 
 

@@ -50,7 +50,7 @@ class Fact:
         columns: of positions: label of each column's axis.
         clamped: ids that had sentinels pressed into the range of real experts.
         exact: counts that leave sentinels out, whatever the ids.
-        base: parameter: the stacked weight. update: where it was read. output: what the sums were added to, if not zeros.
+        base: parameter: the stacked weight. update: where it was read. output: what was there before, if not zeros.
         swapped: parameter: its last two axes are exchanged.
         parts: update and output: (expert, its rows); -1 stands for all experts at once.
     """

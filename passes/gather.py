@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moe_compile.passes.block import Block, Rule, aten, is_constant_fill, rule
+from moe_compile.passes.block import Block, Rule, arguments, aten, is_constant_fill, rule
 from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.rowwise import keeps_axes, labels_of, reduced_axes
@@ -23,18 +23,18 @@ RULES: dict[Any, list[Rule]] = {}
 
 @rule(RULES, aten.index.Tensor)
 def _pick(block: Block, node: Node) -> Fact | None:
-    base, indices = node.args
-    at = [axis for axis, index in enumerate(indices) if index is not None]  # type: ignore[arg-type, union-attr]
-    given = [block.fact(indices[axis]) for axis in at]  # type: ignore[index]
+    base, indices = arguments(node)
+    at = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [block.fact(indices[axis]) for axis in at]
     if not is_tensor(base) or not at or any(fact is None for fact in given) or at != list(range(at[0], at[-1] + 1)):
         return None
-    facts: list[Fact] = given  # type: ignore[assignment]
+    facts = [fact for fact in given if fact is not None]
     counts, row = _counted(block, facts)
     if row is None:
         return None
     sizes = {"T": block.num_tokens, "K": block.top_k, "N": block.pairs}
     covered = at[0] + len(counts)
-    shape = shape_of(base)  # type: ignore[arg-type]
+    shape = shape_of(base)
     fact = block.fact(base)
     if fact is not None and fact.kind == "output":
         return None
@@ -42,10 +42,10 @@ def _pick(block: Block, node: Node) -> Fact | None:
         raise NotProvenError(f"{node.name} reorders something that is not in the order of pairs", node)
     if covered > len(shape) or not all(map(same_size, shape[at[0] : covered], (sizes[c] for c in counts))):
         raise NotProvenError(f"{node.name} picks from {tuple(shape)}, which has not one entry per token or pair", node)
-    own = labels_of(block, base)  # type: ignore[arg-type]
+    own = labels_of(block, base)
     labels: tuple[Label, ...] = (*own[: at[0]], row, *own[covered:])
     if fact is not None:
-        block.passed[node] = base  # type: ignore[assignment]
+        block.passed[node] = base
         return Fact(fact.kind, labels, clamped=fact.clamped)
     block.leaves.add(node)
     return Fact("rows", labels)
@@ -69,29 +69,29 @@ def _counted(block: Block, facts: list[Fact]) -> tuple[tuple[str, ...], Label]:
 
 @rule(RULES, aten.index_select.default)
 def _select_rows(block: Block, node: Node) -> Fact | None:
-    base, dim, index = node.args
+    base, dim, index = arguments(node)
     fact = block.fact(index)
     if fact is None or fact.kind not in ("token", "pair") or not block.is_outside(base):
         return None
     size = block.num_tokens if fact.kind == "token" else block.pairs
-    axis = int(dim) % len(shape_of(base))  # type: ignore[arg-type]
-    if not block.is_leading(base, size, axis):  # type: ignore[arg-type]
+    axis = int(dim) % len(shape_of(base))
+    if not block.is_leading(base, size, axis):
         raise NotProvenError(f"{node.name} picks from a value that has not one entry per token or pair", node)
     block.leaves.add(node)
-    labels: list[Label] = [None] * len(shape_of(base))  # type: ignore[arg-type]
+    labels: list[Label] = [None] * len(shape_of(base))
     labels[axis] = fact.labels[0]
     return Fact("rows", tuple(labels))
 
 
 @rule(RULES, aten.gather.default)
 def _gather_rows(block: Block, node: Node) -> Fact | None:
-    base, dim, index = node.args
+    base, dim, index = arguments(node)
     fact = block.fact(index)
     if fact is None or fact.kind not in ("token", "pair") or dim != 0 or not block.is_outside(base):
         return None
     size = block.num_tokens if fact.kind == "token" else block.pairs
-    same_rest = all(map(same_size, shape_of(base)[1:], shape_of(node)[1:]))  # type: ignore[arg-type]
-    if not block.is_leading(base, size) or not same_rest or any(fact.labels[1:]):  # type: ignore[arg-type]
+    same_rest = all(map(same_size, shape_of(base)[1:], shape_of(node)[1:]))
+    if not block.is_leading(base, size) or not same_rest or any(fact.labels[1:]):
         raise NotProvenError(f"{node.name} picks from a value that has not one entry per token or pair", node)
     block.leaves.add(node)
     return Fact("rows", fact.labels)
@@ -99,7 +99,7 @@ def _gather_rows(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.sum.dim_IntList)
 def _sum_over_slots(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "rows" or keeps_axes(node):
         return None
     axes = reduced_axes(node, len(fact.labels))
@@ -108,7 +108,7 @@ def _sum_over_slots(block: Block, node: Node) -> Fact | None:
         return None
     if slots == {None}:
         # With one slot per token, an axis of size one behind the tokens is the axis of slots.
-        if block.top_k != 1 or fact.labels[0] != "N" or axes != {1} or not block.is_leading(node.args[0], 1, 1):  # type: ignore[arg-type]
+        if block.top_k != 1 or fact.labels[0] != "N" or axes != {1} or not block.is_leading(arguments(node)[0], 1, 1):
             return None
         rest = fact.labels[2:]
     else:
@@ -117,19 +117,19 @@ def _sum_over_slots(block: Block, node: Node) -> Fact | None:
         rest = fact.labels[2:]
     if len(rest) != 1 or rest[0] is not None:
         return None
-    return Fact("output", ("T", None), parts=((-1, node.args[0]),))  # type: ignore[arg-type]
+    return Fact("output", ("T", None), parts=((-1, arguments(node)[0]),))
 
 
 @rule(RULES, aten.bmm.default)
 def _weighted_sum_over_slots(block: Block, node: Node) -> Fact | None:
     """(T, 1, K) @ (T, K, O) with routing weights on the left, or (T, O, K) @ (T, K, 1) with them on the right."""
-    left, right = node.args
-    if ("T", "K", None) == labels_of(block, right) and _is_weights(block, left, (0, 2)):  # type: ignore[arg-type]
-        block.weighted[node] = left  # type: ignore[assignment]
-        return Fact("output", ("T", None, None), parts=((-1, right),))  # type: ignore[arg-type]
-    if ("T", None, "K") == labels_of(block, left) and _is_weights(block, right, (0, 1)):  # type: ignore[arg-type]
-        block.weighted[node] = right  # type: ignore[assignment]
-        return Fact("output", ("T", None, None), parts=((-1, left),))  # type: ignore[arg-type]
+    left, right = arguments(node)
+    if labels_of(block, right) == ("T", "K", None) and _is_weights(block, left, (0, 2)):
+        block.weighted[node] = left
+        return Fact("output", ("T", None, None), parts=((-1, right),))
+    if labels_of(block, left) == ("T", None, "K") and _is_weights(block, right, (0, 1)):
+        block.weighted[node] = right
+        return Fact("output", ("T", None, None), parts=((-1, left),))
     return None
 
 
@@ -147,20 +147,20 @@ def _is_weights(block: Block, node: Node, axes: tuple[int, int]) -> bool:
 
 @rule(RULES, aten.index_add.default)
 def _add_sorted_rows(block: Block, node: Node) -> Fact | None:
-    base, dim, index, rows = node.args
+    base, dim, index, rows = arguments(node)
     if dim != 0 or node.kwargs.get("alpha", 1) != 1 or not block.is_token(index):
         return None
-    return _add_to_tokens(block, node, base, block.facts[index].labels[0], rows)  # type: ignore[index, arg-type]
+    return _add_to_tokens(block, node, base, block.facts[index].labels[0], rows)
 
 
 @rule(RULES, aten.scatter_add.default)
 def _scatter_sorted_rows(block: Block, node: Node) -> Fact | None:
-    base, dim, index, rows = node.args
-    if dim != 0 or not block.is_token(index) or any(block.facts[index].labels[1:]):  # type: ignore[index]
+    base, dim, index, rows = arguments(node)
+    if dim != 0 or not block.is_token(index) or any(block.facts[index].labels[1:]):
         return None
-    if not all(map(same_size, shape_of(index), shape_of(rows))):  # type: ignore[arg-type]
+    if not all(map(same_size, shape_of(index), shape_of(rows))):
         raise NotProvenError(f"{node.name} adds fewer features than the rows have", node)
-    return _add_to_tokens(block, node, base, block.facts[index].labels[0], rows)  # type: ignore[index, arg-type]
+    return _add_to_tokens(block, node, base, block.facts[index].labels[0], rows)
 
 
 def _add_to_tokens(block: Block, node: Node, base: Node, label: Label, rows: Node) -> Fact | None:

@@ -157,7 +157,8 @@ def _step(node: Node, env: dict[Node, Any], owner: dict[Node, Node]) -> None:
     except NotProvenError:
         raise
     except Exception as error:
-        raise NotProvenError(f"{node.name} cannot be traced alone: {type(error).__name__}: {str(error).partition(chr(10))[0]}", node) from error
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise NotProvenError(f"{node.name} cannot be traced alone: {what}", node) from error
     new = graph._root._prev
     while new is not before:
         owner[new] = node

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
-from moe_compile.passes.block import Block, aten
+from moe_compile.passes.block import Block, arguments, aten
 from moe_compile.passes.facts import Label, Size, expression, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.recognize_expert_loop import experts_alike
@@ -161,7 +161,7 @@ def _operands(block: Block, node: Node) -> Iterator[Node]:
     if node in block.leaves:
         return
     if node in block.fills:
-        yield _of_first_expert(block.fills[node])
+        yield of_first_expert(block.fills[node])
         return
     sources = [block.passed[node]] if node in block.passed else node.all_input_nodes
     for source in sources:
@@ -169,7 +169,8 @@ def _operands(block: Block, node: Node) -> Iterator[Node]:
             yield source
 
 
-def _of_first_expert(parts: tuple[tuple[int, Node], ...]) -> Node:
+def of_first_expert(parts: tuple[tuple[int, Node], ...]) -> Node:
+    """What the expert of the lowest number computed."""
     return min(parts, key=lambda part: part[0])[1]
 
 
@@ -179,12 +180,10 @@ def _first_expert(
     if parts[0][0] >= 0:
         for place, values in experts_alike(block, parts).items():
             differing.setdefault(place, values)
-    return _of_first_expert(parts)
+    return of_first_expert(parts)
 
 
-def _products(
-    block: Block, rows: Node, differing: dict[tuple[Node, int], list[Node]]
-) -> dict[Node, Product]:
+def _products(block: Block, rows: Node, differing: dict[tuple[Node, int], list[Node]]) -> dict[Node, Product]:
     products: dict[Node, Product] = {}
     explained: set[tuple[Node, int]] = set()
     nodes = term(block, rows)
@@ -197,13 +196,13 @@ def _products(
             products[node] = Product(projection.rows, weight, biases, True, projection.transposed, projection.column)
         elif node.target is aten.mm.default and 1 in places:
             weights = tuple(differing[node, 1])
-            products[node] = Product(node.args[0], weights, (), False, True, 0)  # type: ignore[arg-type]
+            products[node] = Product(arguments(node)[0], weights, (), False, True, 0)
             explained.add((node, 1))
         elif node.target is aten.addmm.default and places:
             products[node] = _affine(node, differing)
             explained |= {(node, index) for index in places & {0, 2}}
         elif node.target is aten.add.Tensor and len(places) == 1:
-            product = _with_bias(block, node, *places, products, differing)
+            product = _with_bias(block, node, min(places), products, differing)
             if product is not None:
                 products[node] = product
                 explained |= {(node, index) for index in places}
@@ -222,7 +221,7 @@ def _emitted(block: Block, rows: Node, products: dict[Node, Product]) -> dict[No
     stack = [rows]
     while stack:
         node = stack.pop()
-        if node in found or node not in block.facts and node not in block.outputs:
+        if node in found or (node not in block.facts and node not in block.outputs):
             continue
         found.add(node)
         stack += [products[node].rows] if node in products else _operands(block, node)
@@ -230,11 +229,11 @@ def _emitted(block: Block, rows: Node, products: dict[Node, Product]) -> dict[No
 
 
 def _affine(node: Node, differing: dict[tuple[Node, int], list[Node]]) -> Product:
-    bias, rows, weight = node.args
+    bias, rows, weight = arguments(node)
     number = max(len(values) for (at, _), values in differing.items() if at is node)
-    weights = differing.get((node, 2), [weight] * number)  # type: ignore[list-item]
-    biases = differing.get((node, 0), [bias] * number)  # type: ignore[list-item]
-    return Product(rows, tuple(weights), tuple(biases), False, True, 0)  # type: ignore[arg-type]
+    weights = differing.get((node, 2), [weight] * number)
+    biases = differing.get((node, 0), [bias] * number)
+    return Product(rows, tuple(weights), tuple(biases), False, True, 0)
 
 
 def _with_bias(
@@ -245,12 +244,13 @@ def _with_bias(
     differing: dict[tuple[Node, int], list[Node]],
 ) -> Product | None:
     """`mm(rows, w_e) + b_e`, of one dtype."""
-    product = products.get(node.args[1 - index])  # type: ignore[arg-type]
+    product = products.get(arguments(node)[1 - index])
     biases = differing[node, index]
     plain = product is not None and not product.stacked and not product.biases and node.kwargs.get("alpha", 1) == 1
     if not plain or product is None or node.meta["val"].dtype != product.weights[0].meta["val"].dtype:
         return None
-    if not same_size(shape_of(biases[0])[-1], shape_of(node)[-1]) or biases[0].meta["val"].numel() != shape_of(node)[-1]:
+    features = shape_of(node)[-1]
+    if not same_size(shape_of(biases[0])[-1], features) or not same_size(biases[0].meta["val"].numel(), features):
         return None
     return Product(product.rows, product.weights, tuple(biases), False, product.transposed, product.column)
 
@@ -260,17 +260,18 @@ def _split_weight(block: Block, summed: Node) -> tuple[Node | None, tuple[Label,
     node = summed
     while node.target is aten._to_copy.default or node in block.passed or node in block.fills or node.target in VIEWS:
         if node in block.fills:
-            node = _of_first_expert(block.fills[node])
+            node = of_first_expert(block.fills[node])
             continue
-        source = block.passed.get(node, node.args[0])  # type: ignore[arg-type]
+        source = block.passed.get(node, arguments(node)[0])
         if block.kind(source) != "rows":
             break
-        node = source  # type: ignore[assignment]
-    if node.target is aten.mul.Tensor and is_tensor(node.args[1]):
+        node = source
+    if node.target is aten.mul.Tensor and is_tensor(arguments(node)[1]):
         labels = block.facts[node].labels
-        for rows, weight in (node.args, node.args[::-1]):
-            if block.kind(rows) == "rows" and _is_per_pair(block, weight, labels) and not _is_per_pair(block, rows, labels):
-                return weight, labels, rows  # type: ignore[return-value]
+        for rows, weight in (arguments(node), arguments(node)[::-1]):
+            per_pair = [_is_per_pair(block, factor, labels) for factor in (rows, weight)]
+            if block.kind(rows) == "rows" and per_pair == [False, True]:
+                return weight, labels, rows
     return None, (), summed
 
 
@@ -283,9 +284,7 @@ def _is_per_pair(block: Block, node: Any, labels: tuple[Label, ...]) -> bool:
     if node not in block.facts:
         return any(label and not same_size(size, 1) for label, size in zip(own, shape, strict=True))
     nodes = term(block, node)
-    return all(
-        block.kind(at) != "rows" or at not in block.projections and _is_narrow(block, at) for at in nodes
-    )
+    return all(block.kind(at) != "rows" or (at not in block.projections and _is_narrow(block, at)) for at in nodes)
 
 
 def _is_narrow(block: Block, node: Node) -> bool:
@@ -297,11 +296,11 @@ def _unwrapped(block: Block, node: Node) -> Node:
     """The operator behind casts and reorderings."""
     while True:
         if node in block.fills:
-            node = _of_first_expert(block.fills[node])
+            node = of_first_expert(block.fills[node])
         elif node in block.passed and block.kind(block.passed[node]) == "rows":
             node = block.passed[node]
-        elif node.target in _ONE_TO_ONE and block.kind(node.args[0]) == "rows":
-            node = node.args[0]  # type: ignore[assignment]
+        elif node.target in _ONE_TO_ONE and block.kind(arguments(node)[0]) == "rows":
+            node = arguments(node)[0]
         else:
             return node
 
@@ -317,12 +316,12 @@ def _zero_at_sentinels(block: Block, node: Any) -> bool:
     if not isinstance(node, Node) or node not in block.facts:
         return False
     if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        return block.kind(node.args[1]) == "sentinel" and node in block.passed
+        return block.kind(arguments(node)[1]) == "sentinel" and node in block.passed
     if node.target is aten.mul.Tensor:
-        return any(_zero_at_sentinels(block, operand) for operand in node.args)
+        return any(_zero_at_sentinels(block, operand) for operand in arguments(node))
     if node in block.passed:
         return _zero_at_sentinels(block, block.passed[node])
-    return node.target in _ONE_TO_ONE and _zero_at_sentinels(block, node.args[0])
+    return node.target in _ONE_TO_ONE and _zero_at_sentinels(block, arguments(node)[0])
 
 
 def _hidden(block: Block, products: dict[Node, Product]) -> tuple[Node, Node, Node | None, bool]:
@@ -330,18 +329,18 @@ def _hidden(block: Block, products: dict[Node, Product]) -> tuple[Node, Node, No
     rows = next(iter(products.values())).rows
     for node in [rows] if rows not in block.facts else term(block, rows):
         if node in block.leaves:
-            base: Any = node.args[0]
-            if base.target is aten.unsqueeze.default and base.args[1] in (0, -3):
-                base = base.args[0]
+            base: Any = arguments(node)[0]
+            if base.target is aten.unsqueeze.default and arguments(base)[1] in (0, -3):
+                base = arguments(base)[0]
             if len(shape_of(base)) == 2 and block.is_leading(base, block.num_tokens):
                 return base, base, None, False
             if len(shape_of(base)) == 2 and block.is_leading(base, block.pairs):
                 source = unrepeated(block, base)
                 return (base, base, base, True) if source is None else (source, base, base, False)
     for node in (operand for at in [rows, *term(block, rows)] for operand in (at, *at.all_input_nodes)):
-        flat = node
+        flat: Any = node
         while flat not in block.facts and flat.target is aten.unsqueeze.default and len(shape_of(flat)) > 2:
-            flat = flat.args[0]  # type: ignore[assignment]
+            flat = flat.args[0]
         if block.is_outside(flat) and len(shape_of(flat)) == 2 and block.is_leading(flat, block.pairs):
             source = unrepeated(block, flat)
             return (flat, flat, flat, True) if source is None else (source, flat, flat, False)
@@ -352,15 +351,15 @@ def unrepeated(block: Block, flat: Node) -> Node | None:
     """The value (T, D) that an outside value (T*K, D) repeats K times in a row, None if it does not."""
     node: Any = flat
     while node.target in (*VIEWS, aten.clone.default):
-        node = node.args[0]
+        node = arguments(node)[0]
     if node.target is not aten.expand.default or len(shape_of(node)) != 3:
         return None
-    inner = node.args[0]
+    inner = arguments(node)[0]
     sizes: tuple[Size, ...] = (block.num_tokens, block.top_k)
     repeats = all(map(same_size, shape_of(node), (*sizes, shape_of(flat)[1])))
-    if not repeats or inner.target is not aten.unsqueeze.default or inner.args[1] not in (1, -2):
+    if not repeats or inner.target is not aten.unsqueeze.default or arguments(inner)[1] not in (1, -2):
         return None
-    source = inner.args[0]
+    source = arguments(inner)[0]
     return source if len(shape_of(source)) == 2 else None
 
 

@@ -110,5 +110,3 @@ def _translated(proof: Proof, moved: dict[Node, Node]) -> Proof:
         return Proof(failure=NotProvenError(failure.reason, None if node is None else moved.get(node, node)))
     values = {f.name: getattr(proof, f.name) for f in fields(proof)}
     return replace(proof, **tree_map_only(Node, moved.__getitem__, values))
-
-

@@ -144,7 +144,9 @@ def _match(module: GraphModule, candidate: Candidate, proof: Proof) -> Match:
     Raises:
         NotProvenError: if it cannot be taken out of it.
     """
-    assert proof.canonical is not None and proof.spec is not None and proof.origin is not None
+    assert proof.canonical is not None
+    assert proof.spec is not None
+    assert proof.origin is not None
     boundary = Boundary(tuple(module.graph.nodes), proof.nodes)
     last = boundary.last(proof.origin, proof.outputs)
     boundary.require_undisturbed(proof.reads, last)
@@ -199,7 +201,8 @@ def _output(block: Block, normal: NormalForm) -> tuple[Node, tuple[Node, ...]]:
     most = max(sums.values())
     for value in sums:
         holders = tuple(node for node, final in normal.finals.items() if final is value)
-        if sums[value] == most and holders and any(user not in normal.finals or normal.finals[user] not in sums for h in holders for user in h.users):
+        readers = {user for holder in holders for user in holder.users}
+        if sums[value] == most and any(normal.finals.get(reader) not in sums for reader in readers):
             return value, holders
     raise NotProvenError("nothing reads the sum over the experts", next(iter(sums)))
 

@@ -6,8 +6,8 @@
         out.index_add_(0, tok, y * weights[tok, slot])         out = combine(y, weights, order, dtype)
 
 Mixtral, OLMoE, Mistral's reference and DeepSeek's training branch are of this form, with masks from `one_hot` or `==`,
-rows picked by indices or by the mask itself, and sums by `index_add_`, `+=` or assignment. What must hold: every mask is
-a comparison of the same ids with one expert's number and nothing else; the experts are 0, 1, ... E-1, each once; and
+rows picked by indices or by the mask itself, and sums by `index_add_`, `+=` or assignment. What must hold: every mask
+is a comparison of the same ids with one expert's number and nothing else; the experts are 0, 1, ... E-1, each once; and
 what they compute is the same but for the weights and biases of their linear layers, which `experts_alike` proves by
 walking through two experts' operators side by side. `out[tok] += y` keeps one of several rows of a token, so there the
 ids of a token must be known to differ.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_compile.passes.block import Block, Rule, aten, is_arange, is_constant_fill, is_uninitialised, rule
+from moe_compile.passes.block import Block, Rule, arguments, aten, is_arange, is_constant_fill, is_uninitialised, rule
 from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.rowwise import labels_of, shape_equal
@@ -29,7 +29,7 @@ _INDICES = ("token", "slot", "pair")
 
 @rule(RULES, aten.eq.Scalar)
 def _mask_by_number(block: Block, node: Node) -> Fact | None:
-    fact, number = block.fact(node.args[0]), node.args[1]
+    fact, number = block.fact(arguments(node)[0]), arguments(node)[1]
     if fact is None or fact.kind != "ids" or fact.clamped or not isinstance(number, int) or number < 0:
         return None
     return Fact("mask", fact.labels, expert=number)
@@ -37,12 +37,12 @@ def _mask_by_number(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.eq.Tensor)
 def _onehot(block: Block, node: Node) -> Fact | None:
-    ids, numbers = node.args
+    ids, numbers = arguments(node)
     fact = block.fact(ids)
     if fact is None or fact.kind != "ids" or fact.clamped or fact.labels[-1] is not None or not is_tensor(numbers):
         return None
-    (experts,) = shape_of(numbers)[-1:] or (1,)  # type: ignore[arg-type]
-    if len(shape_of(numbers)) != 1 or not is_arange(numbers, experts):  # type: ignore[arg-type]
+    (experts,) = shape_of(numbers)[-1:] or (1,)
+    if len(shape_of(numbers)) != 1 or not is_arange(numbers, experts):
         return None
     block.expect_experts(experts, node)
     return Fact("onehot", (*fact.labels[:-1], "E"))
@@ -50,29 +50,29 @@ def _onehot(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.select.int)
 def _mask_of_onehot(block: Block, node: Node) -> Fact | None:
-    source, dim, number = node.args
+    source, dim, number = arguments(node)
     fact = block.fact(source)
     if fact is None or fact.kind != "onehot":
         return None
-    axis = int(dim) % len(fact.labels)  # type: ignore[arg-type]
+    axis = int(dim) % len(fact.labels)
     if fact.labels[axis] != "E" or not isinstance(number, int):
         return None
-    size = int(shape_of(source)[axis])  # type: ignore[arg-type]
+    size = int(shape_of(source)[axis])
     return Fact("mask", tuple(lb for i, lb in enumerate(fact.labels) if i != axis), expert=number % size)
 
 
 @rule(RULES, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim)
 def _reshaped_onehot(block: Block, node: Node) -> Fact | None:
     """A full slice of a mask is the mask."""
-    fact = block.fact(node.args[0])
-    if fact is None or fact.kind not in ("onehot", "mask") or not shape_equal(node, node.args[0]):
+    fact = block.fact(arguments(node)[0])
+    if fact is None or fact.kind not in ("onehot", "mask") or not shape_equal(node, arguments(node)[0]):
         return None
     return fact
 
 
 @rule(RULES, aten.nonzero.default)
 def _positions(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "mask":
         return None
     named = tuple(label for label in fact.labels if label is not None)
@@ -85,23 +85,23 @@ def _positions(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.unbind.int)
 def _columns(block: Block, node: Node) -> tuple[Fact | None, ...] | None:
-    fact = block.fact(node.args[0])
-    if fact is None or fact.kind != "positions" or (node.args[1:] or (0,))[0] not in (1, -1):
+    fact = block.fact(arguments(node)[0])
+    if fact is None or fact.kind != "positions" or (arguments(node)[1:] or (0,))[0] not in (1, -1):
         return None
     return tuple(_column(fact, column) for column in fact.columns)
 
 
 @rule(RULES, aten.select.int)
 def _one_column(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
-    if fact is None or fact.kind != "positions" or node.args[1] not in (1, -1):
+    fact = block.fact(arguments(node)[0])
+    if fact is None or fact.kind != "positions" or arguments(node)[1] not in (1, -1):
         return None
-    return _column(fact, fact.columns[int(node.args[2])])  # type: ignore[arg-type]
+    return _column(fact, fact.columns[int(arguments(node)[2])])
 
 
 @rule(RULES, aten.squeeze.dim, aten.squeeze.default, aten.view.default)
 def _only_column(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "positions" or len(fact.columns) != 1 or len(shape_of(node)) != 1:
         return None
     return _column(fact, fact.columns[0])
@@ -114,47 +114,47 @@ def _column(fact: Fact, label: Label) -> Fact:
 
 @rule(RULES, aten.index_add.default)
 def _add_rows(block: Block, node: Node) -> Fact | None:
-    base, dim, index, rows = node.args
+    base, dim, index, rows = arguments(node)
     if dim != 0 or node.kwargs.get("alpha", 1) != 1 or not block.is_token(index):
         return None
-    return _added(block, node, base, index, rows)  # type: ignore[arg-type]
+    return _added(block, node, base, index, rows)
 
 
 @rule(RULES, aten.index_put.default)
 def _put_rows(block: Block, node: Node) -> Fact | None:
-    base, indices, rows = node.args[:3]
-    accumulates = bool(node.args[3]) if len(node.args) > 3 else False
-    index = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type, index]
+    base, indices, rows = arguments(node)[:3]
+    accumulates = bool(arguments(node)[3]) if len(arguments(node)) > 3 else False
+    index = indices[0] if len(indices) == 1 else None
     update = block.fact(rows)
     if block.is_token(index) and accumulates:
-        return _added(block, node, base, index, rows)  # type: ignore[arg-type]
+        return _added(block, node, base, index, rows)
     if update is not None and update.kind == "update":
         if update.base is not base or not block.is_token(index):
             raise NotProvenError(f"{node.name} writes what was read from another tensor", node)
         if not block.distinct:
             raise NotProvenError(f"{node.name} keeps one of several rows of a token, and the ids may repeat", node)
         (part,) = update.parts
-        return _added(block, node, base, index, part[1])  # type: ignore[arg-type]
-    return _filled(block, node, base, indices, rows) if not accumulates else None  # type: ignore[arg-type]
+        return _added(block, node, base, index, part[1])
+    return _filled(block, node, base, indices, rows) if not accumulates else None
 
 
 @rule(RULES, aten.add.Tensor)
 def _read_and_add(block: Block, node: Node) -> Fact | None:
     """`out[tok] + y`, on its way back to `out[tok]`."""
-    for read, rows in (node.args[:2], node.args[1::-1]):
+    for read, rows in (arguments(node)[:2], arguments(node)[1::-1]):
         if not isinstance(read, Node) or read.target is not aten.index.Tensor or block.kind(rows) != "rows":
             continue
-        base, indices = read.args
+        base, indices = arguments(read)
         is_start = block.is_outside(base) and is_constant_fill(base, 0)
-        if not (is_start or block.kind(base) == "output") or len(indices) != 1 or not block.is_token(indices[0]):  # type: ignore[arg-type, index]
+        if not (is_start or block.kind(base) == "output") or len(indices) != 1 or not block.is_token(indices[0]):
             continue
-        label = block.facts[indices[0]].labels  # type: ignore[index]
-        if node.kwargs.get("alpha", 1) == 1 and block.facts[rows].labels == (*label, None):  # type: ignore[index]
-            return Fact("update", (*label, None), base=base, parts=((-1, rows),))  # type: ignore[arg-type]
+        label = block.facts[indices[0]].labels
+        if node.kwargs.get("alpha", 1) == 1 and block.facts[rows].labels == (*label, None):
+            return Fact("update", (*label, None), base=base, parts=((-1, rows),))
     return None
 
 
-def _added(block: Block, node: Node, base: Node, index: Node, rows: Node) -> Fact | None:
+def _added(block: Block, node: Node, base: Any, index: Any, rows: Any) -> Fact | None:
     expert = block.facts[index].expert
     if expert is None:
         return None
@@ -180,16 +180,17 @@ def _filled(block: Block, node: Node, base: Node, indices: list[Node | None], ro
     """`out[ids == e] = y`, with one row per pair: rows again, once every expert has written."""
     facts = [block.fact(index) for index in indices]
     kinds = [fact.kind if fact is not None else "" for fact in facts]
-    if kinds not in (["mask"], ["pair"], ["token", "slot"]) or block.kind(rows) != "rows":
+    first = facts[0]
+    if kinds not in (["mask"], ["pair"], ["token", "slot"]) or block.kind(rows) != "rows" or first is None:
         return None
-    expert = facts[0].expert  # type: ignore[union-attr]
+    expert = first.expert
     if expert is None:
         return None
     counted: tuple[str, ...] = ("T", "K") if len(facts) == 2 else ("N",)
     if kinds == ["mask"]:
-        counted = tuple(label or "" for label in facts[0].labels)  # type: ignore[union-attr]
+        counted = tuple(label or "" for label in first.labels)
     sizes = {"T": block.num_tokens, "K": block.top_k, "N": block.pairs}
-    label = f"R{expert}" if kinds == ["mask"] else facts[0].labels[0]  # type: ignore[union-attr]
+    label = f"R{expert}" if kinds == ["mask"] else first.labels[0]
     features = len(shape_of(base)) - len(counted)
     fits = counted in (("N",), ("T", "K")) and all(
         same_size(size, sizes[name]) for size, name in zip(shape_of(base), counted, strict=False)
@@ -249,9 +250,10 @@ class _Comparison:
             raise self._differs(first, other)
         if fact.kind in _INDICES or fact.kind == "mask":
             return
-        if first.target != other.target or len(first.args) != len(other.args) or first.kwargs.keys() != other.kwargs.keys():
+        same_names = len(first.args) == len(other.args) and first.kwargs.keys() == other.kwargs.keys()
+        if first.target != other.target or not same_names:
             raise self._differs(first, other)
-        for index, (a, b) in enumerate(zip(first.args, other.args, strict=True)):
+        for index, (a, b) in enumerate(zip(arguments(first), arguments(other), strict=True)):
             self._argument((first, index), a, b, other)
         for key, value in first.kwargs.items():
             if not self._equal(value, other.kwargs[key]):
@@ -284,11 +286,8 @@ class _Comparison:
             if not is_tensor(a) or not is_tensor(b):
                 raise self._differs(place[0], other)
             if not shape_equal(a, b) or _metadata(a) != _metadata(b):
-                raise NotProvenError(
-                    f"expert {self.expert} has a parameter of {_describe(b)} in {_spell(other)} where expert 0 has one of "
-                    f"{_describe(a)}",
-                    other,
-                )
+                shapes = f"{_describe(b)}, where expert 0 has {_describe(a)}"
+                raise NotProvenError(f"expert {self.expert} has a parameter in {_spell(other)} of {shapes}", other)
             found = self.differing.setdefault(place, [a])
             found += [a] * (self.expert - len(found))
             found.append(b)
@@ -317,9 +316,10 @@ class _Comparison:
         return len(a.args) == len(b.args) and all(map(self._equal, a.args, b.args))
 
     def _size_label(self, size: Node) -> Label:
-        if size.target is not aten.sym_size.int or size.args[0] not in self.block.facts:
+        if size.target is not aten.sym_size.int:
             return None
-        return labels_of(self.block, size.args[0])[int(size.args[1])]  # type: ignore[arg-type]
+        source, axis = arguments(size)
+        return labels_of(self.block, source)[axis] if source in self.block.facts else None
 
     def _differs(self, first: Node, other: Node) -> NotProvenError:
         return NotProvenError(f"expert {self.expert} does {_spell(other)} where expert 0 does {_spell(first)}", other)
@@ -338,5 +338,5 @@ def _describe(node: Node) -> str:
 def _spell(node: Node) -> str:
     target = node.target
     name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else str(target)
-    constants = [repr(a) for a in node.args if isinstance(a, int | float)]
+    constants = [repr(a) for a in arguments(node) if isinstance(a, int | float)]
     return f"{name}(..., {', '.join(constants)})" if constants else name

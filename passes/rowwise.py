@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_compile.passes.block import Block, Rule, aten, is_constant_fill, rule
+from moe_compile.passes.block import Block, Rule, arguments, aten, is_constant_fill, rule
 from moe_compile.passes.facts import (
     Fact,
     Label,
@@ -91,7 +91,7 @@ def _relabelled(fact: Fact, labels: Sequence[Label]) -> Fact:
 
 @rule(RULES, *_CASTS)
 def _cast(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None:
         return None
     dtype = node.meta["val"].dtype
@@ -107,21 +107,21 @@ def _cast(block: Block, node: Node) -> Fact | None:
 @rule(RULES, aten.copy.default)
 def _overwrite(block: Block, node: Node) -> Fact | None:
     """What an in-place operation left, written as a copy over the old value."""
-    old, new = node.args
+    old, new = arguments(node)
     fact = block.fact(new)
-    same = is_tensor(old) and shape_equal(old, new) and old.meta["val"].dtype == new.meta["val"].dtype  # type: ignore[union-attr]
+    same = is_tensor(old) and shape_equal(old, new) and old.meta["val"].dtype == new.meta["val"].dtype
     if fact is None or not same or fact.kind not in ("ids", "rows"):
         return None
-    block.passed[node] = new  # type: ignore[assignment]
+    block.passed[node] = new
     return fact
 
 
 @rule(RULES, *VIEWS)
 def _view(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind not in (*_LABELLED, "inverse"):
         return None
-    labels = view_labels(shape_of(node.args[0]), fact.labels, shape_of(node), block.top_k)  # type: ignore[arg-type]
+    labels = view_labels(shape_of(arguments(node)[0]), fact.labels, shape_of(node), block.top_k)
     if labels is None:
         raise NotProvenError(f"{_name(node)} mixes rows", node)
     return _relabelled(fact, labels)
@@ -129,22 +129,22 @@ def _view(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.unsqueeze.default)
 def _unsqueeze(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind not in _LABELLED:
         return None
     labels = list(fact.labels)
-    labels.insert(int(node.args[1]) % (len(labels) + 1), None)  # type: ignore[arg-type]
+    labels.insert(int(arguments(node)[1]) % (len(labels) + 1), None)
     return _relabelled(fact, labels)
 
 
 @rule(RULES, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind not in _LABELLED:
         return None
-    dims = node.args[1]
-    axes = {int(d) % len(fact.labels) for d in (dims if isinstance(dims, list | tuple) else [dims])}  # type: ignore[arg-type]
-    gone = {axis for axis in axes if same_size(shape_of(node.args[0])[axis], 1)}  # type: ignore[arg-type]
+    dims = arguments(node)[1]
+    axes = {int(d) % len(fact.labels) for d in (dims if isinstance(dims, list | tuple) else [dims])}
+    gone = {axis for axis in axes if same_size(shape_of(arguments(node)[0])[axis], 1)}
     if any(fact.labels[axis] is not None for axis in gone):
         raise NotProvenError(f"{_name(node)} drops an axis that counts rows", node)
     return _relabelled(fact, [label for axis, label in enumerate(fact.labels) if axis not in gone])
@@ -152,10 +152,10 @@ def _squeeze(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.expand.default)
 def _expand(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind not in _LABELLED:
         return None
-    before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
+    before, after = shape_of(arguments(node)[0]), shape_of(node)
     new = len(after) - len(before)
     if any(
         label is not None and not same_size(before[axis], after[axis + new]) for axis, label in enumerate(fact.labels)
@@ -166,14 +166,14 @@ def _expand(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.permute.default, aten.transpose.int, aten.t.default)
 def _permute(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind not in (*_LABELLED, "parameter"):
         return None
     axes = list(range(len(fact.labels)))
     if node.target is aten.permute.default:
-        axes = [int(a) % len(axes) for a in node.args[1]]  # type: ignore[union-attr, arg-type]
+        axes = [int(a) % len(axes) for a in arguments(node)[1]]
     else:
-        first, second = (int(a) % len(axes) for a in (node.args[1:] or (0, 1)))  # type: ignore[arg-type]
+        first, second = (int(a) % len(axes) for a in (arguments(node)[1:] or (0, 1)))
         axes[first], axes[second] = axes[second], axes[first]
     if fact.kind == "parameter":
         identity = list(range(len(axes)))
@@ -186,15 +186,14 @@ def _permute(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 def _cut(block: Block, node: Node) -> Fact | tuple[Fact | None, ...] | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "rows":
         return None
-    dim = node.args[2] if node.target in (aten.split.Tensor, aten.split_with_sizes.default) and node.args[2:] else 0
-    if node.target not in (aten.split.Tensor, aten.split_with_sizes.default):
-        dim = node.args[1] if node.args[1:] else 0
-    axis = int(dim) % len(fact.labels)  # type: ignore[arg-type]
+    position = 2 if node.target in (aten.split.Tensor, aten.split_with_sizes.default) else 1
+    dim = arguments(node)[position] if len(node.args) > position else 0
+    axis = int(dim) % len(fact.labels)
     if fact.labels[axis] is not None:
-        if node.target is aten.slice.Tensor and shape_equal(node, node.args[0]):
+        if node.target is aten.slice.Tensor and shape_equal(node, arguments(node)[0]):
             return fact
         raise NotProvenError(f"{_name(node)} leaves rows out", node)
     drops = node.target in (aten.select.int, aten.unbind.int)
@@ -210,12 +209,12 @@ def shape_equal(left: Any, right: Any) -> bool:
 
 @rule(RULES, aten.cat.default, aten.stack.default)
 def _join(block: Block, node: Node) -> Fact | None:
-    operands = list(node.args[0])  # type: ignore[arg-type]
+    operands = list(arguments(node)[0])
     if not any(block.kind(operand) == "rows" for operand in operands):
         return None
     stacks = node.target is aten.stack.default
     first = labels_of(block, operands[0])
-    dim = int(node.args[1]) if node.args[1:] else 0  # type: ignore[arg-type]
+    dim = int(arguments(node)[1]) if arguments(node)[1:] else 0
     axis = dim % (len(first) + stacks)
     alike = all(block.kind(operand) == "rows" and labels_of(block, operand) == first for operand in operands)
     if not alike or (not stacks and first[axis] is not None):
@@ -236,24 +235,26 @@ _REDUCTIONS = (
 
 def reduced_axes(node: Node, rank: int) -> set[int]:
     """The axes that a reduction runs over."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    index = next(i for i, a in enumerate(arguments) if a.name == "dim")
-    dims = node.args[index] if len(node.args) > index else node.kwargs.get("dim")
+    dims = _named_argument(node, "dim", None)
     if isinstance(dims, int):
         dims = [dims]
-    return {int(d) % rank for d in dims} if dims else set(range(rank))  # type: ignore[arg-type, union-attr]
+    return {int(d) % rank for d in dims} if dims else set(range(rank))
 
 
 def keeps_axes(node: Node) -> bool:
     """Whether a reduction leaves axes of size one behind."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    index = next(i for i, a in enumerate(arguments) if a.name == "keepdim")
-    return bool(node.args[index] if len(node.args) > index else node.kwargs.get("keepdim", False))
+    return bool(_named_argument(node, "keepdim", False))
+
+
+def _named_argument(node: Node, name: str, default: Any) -> Any:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    index = next(i for i, argument in enumerate(node.target._schema.arguments) if argument.name == name)
+    return arguments(node)[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 @rule(RULES, *_REDUCTIONS)
 def _reduce(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "rows":
         return None
     axes = reduced_axes(node, len(fact.labels))
@@ -268,20 +269,20 @@ def _reduce(block: Block, node: Node) -> Fact | None:
 
 @rule(RULES, aten._softmax.default, aten._log_softmax.default, aten.cumsum.default)
 def _along_one_axis(block: Block, node: Node) -> Fact | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "rows":
         return None
-    if fact.labels[int(node.args[1]) % len(fact.labels)] is not None:  # type: ignore[arg-type]
+    if fact.labels[int(arguments(node)[1]) % len(fact.labels)] is not None:
         raise NotProvenError(f"{_name(node)} runs across rows", node)
     return fact
 
 
 @rule(RULES, aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def _norm(block: Block, node: Node) -> tuple[Fact | None, ...] | None:
-    fact = block.fact(node.args[0])
+    fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "rows":
         return None
-    normalised = len(node.args[1])  # type: ignore[arg-type]
+    normalised = len(arguments(node)[1])
     if any(label is not None for label in fact.labels[len(fact.labels) - normalised :]):
         raise NotProvenError(f"{_name(node)} runs across rows", node)
     return (fact, *(None for _ in node.meta["val"][1:]))
@@ -289,34 +290,34 @@ def _norm(block: Block, node: Node) -> tuple[Fact | None, ...] | None:
 
 @rule(RULES, aten.mm.default)
 def _shared_product(block: Block, node: Node) -> Fact | None:
-    rows, weight = node.args
-    if block.kind(rows) == "rows" and block.is_outside(weight) and block.facts[rows].labels[1] is None:  # type: ignore[index]
-        return Fact("rows", (block.facts[rows].labels[0], None))  # type: ignore[index]
+    rows, weight = arguments(node)
+    if block.kind(rows) == "rows" and block.is_outside(weight) and block.facts[rows].labels[1] is None:
+        return Fact("rows", (block.facts[rows].labels[0], None))
     raise NotProvenError("mm multiplies across rows", node)
 
 
 @rule(RULES, aten.addmm.default)
 def _shared_affine(block: Block, node: Node) -> Fact | None:
-    bias, rows, weight = node.args
-    if node.kwargs or not block.is_outside(bias) or len(shape_of(bias)) != 1:  # type: ignore[arg-type]
+    bias, rows, weight = arguments(node)
+    if node.kwargs or not block.is_outside(bias) or len(shape_of(bias)) != 1:
         raise NotProvenError("addmm adds more than a bias", node)
-    if block.kind(rows) == "rows" and block.is_outside(weight) and block.facts[rows].labels[1] is None:  # type: ignore[index]
-        return Fact("rows", (block.facts[rows].labels[0], None))  # type: ignore[index]
+    if block.kind(rows) == "rows" and block.is_outside(weight) and block.facts[rows].labels[1] is None:
+        return Fact("rows", (block.facts[rows].labels[0], None))
     raise NotProvenError("addmm multiplies across rows", node)
 
 
 @rule(RULES, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _fill_sentinels(block: Block, node: Node) -> Fact | None:
-    rows, mask, value = node.args
+    rows, mask, value = arguments(node)
     if block.kind(mask) != "sentinel":
         return None
     if not (value == 0 or is_constant_fill(value, 0)):
         raise NotProvenError("masked_fill gives sentinels another value than zero", node)
     if block.kind(rows) not in ("rows", None):
         return None
-    operands = [(shape_of(n), labels_of(block, n)) for n in (rows, mask)]  # type: ignore[arg-type]
+    operands = [(shape_of(n), labels_of(block, n)) for n in (rows, mask)]
     labels = broadcast_labels(operands)
     if labels is None:
         raise NotProvenError("masked_fill pairs rows with a mask in another order", node)
-    block.passed[node] = rows  # type: ignore[assignment]
+    block.passed[node] = rows
     return Fact("rows", labels)
