@@ -23,6 +23,17 @@ from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import NormalForm
 
 aten = torch.ops.aten
+# Buffers that take no more than shape and dtype from what they are made like.
+FRESH = (
+    aten.zeros_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.ones_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+)
 Rule = Callable[["Block", Node], Fact | tuple[Fact | None, ...] | None]
 
 
@@ -51,6 +62,9 @@ class Projection:
 class Block:
     """What has been derived about one candidate.
 
+    A value is one of three: known by a fact, unproven, or from outside, which is to say that it depends on nothing of
+    the block but the expert ids themselves, as routing weights may.
+
     Attributes:
         form: the normal form under study.
         root: the placeholder of the expert ids.
@@ -61,6 +75,7 @@ class Block:
         facts: operator -> fact; operators without one come from outside.
         outputs: operators with several results -> a fact for each.
         projections: operator -> the product that it is.
+        unproven: operators that read the block and got no fact, and all that depends on them.
         leaves: operators that pick rows of an outside value.
         passed: operators that equal one of their operands on every row of a real expert, or in another order of rows.
         weighted: outputs that weigh and sum in one product -> the routing weight.
@@ -79,6 +94,7 @@ class Block:
     facts: dict[Node, Fact] = field(default_factory=dict)
     outputs: dict[Node, tuple[Fact | None, ...]] = field(default_factory=dict)
     projections: dict[Node, Projection] = field(default_factory=dict)
+    unproven: set[Node] = field(default_factory=set)
     leaves: set[Node] = field(default_factory=set)
     passed: dict[Node, Node] = field(default_factory=dict)
     weighted: dict[Node, Node] = field(default_factory=dict)
@@ -95,17 +111,32 @@ class Block:
     def derive(self, rules: dict[Any, list[Rule]], elementwise: Rule) -> None:
         """Runs the rules over the normal form, in order."""
         for node in self.form.graph.nodes:
-            if node.op != "call_function" or not self.touches(node):
+            if node.op != "call_function" or not self._touches(node):
                 continue
             try:
+                self._require_proven_operands(node)
                 self._derive(node, rules, elementwise)
             except NotProvenError as failure:
                 failure.node = failure.node or node
                 self.failures.append(failure)
+            if node not in self.facts and node not in self.outputs and not self._reads_ids_alone(node):
+                self.unproven.add(node)
 
-    def touches(self, node: Node) -> bool:
-        """Whether an operator reads something that a fact is known about."""
-        return any(operand in self.facts or operand in self.outputs for operand in node.all_input_nodes)
+    def _touches(self, node: Node) -> bool:
+        return any(o in self.facts or o in self.outputs or o in self.unproven for o in node.all_input_nodes)
+
+    def _reads_ids_alone(self, node: Node) -> bool:
+        """Whether an operator without a fact depends on nothing but ids and what is outside, or is a mere size."""
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | int | bool):
+            return True
+        if node.target in FRESH:
+            return True
+        return all(o not in self.unproven and self.kind(o) in ("ids", None) for o in node.all_input_nodes)
+
+    def _require_proven_operands(self, node: Node) -> None:
+        unproven = [operand for operand in node.all_input_nodes if operand in self.unproven]
+        if unproven and len(unproven) < len(node.all_input_nodes):
+            raise NotProvenError(f"{node.name} uses {unproven[0].name}, which was not proven to keep rows apart", node)
 
     def fact(self, node: Any) -> Fact | None:
         """The fact about an argument, None for values from outside and anything that is no node."""
@@ -118,7 +149,7 @@ class Block:
 
     def is_outside(self, node: Any) -> bool:
         """Whether an argument is a tensor about which no fact is known."""
-        return is_tensor(node) and node not in self.facts
+        return is_tensor(node) and node not in self.facts and node not in self.unproven
 
     def is_token(self, node: Any) -> bool:
         """Whether an argument counts tokens; with one slot per token, pairs are tokens."""

@@ -66,7 +66,7 @@ class Boundary:
         for node in reversed(self.region):
             after = position[node] > position[last]
             users = [u for u in node.users if u not in dead and not (node in outputs and position[u] > position[last])]
-            unused_before = not node.users and node not in writers and not _is_assertion(node)
+            unused_before = not node.users and node not in writers and not is_assertion(node)
             if not users and node not in needed and not after and not unused_before:
                 dead.add(node)
         self._require_unread(inside, dead, outputs, position, last)
@@ -136,5 +136,6 @@ def without_foreign_writes(nodes: Sequence[Node]) -> list[Node]:
     return [node for node in nodes if not any(storage_of(t) in outside for t in mutated_arguments(node))]
 
 
-def _is_assertion(node: Node) -> bool:
+def is_assertion(node: Node) -> bool:
+    """Whether a node checks something and returns nothing."""
     return name_of(node) in ("_assert_scalar", "_assert_tensor_metadata", "_check", "sym_constrain_range_for_size")

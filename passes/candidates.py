@@ -25,14 +25,15 @@ from moe_compile.passes.blocks import META_KEYS
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 _SORTS = frozenset({"sort", "argsort"})
 _GATHERS = frozenset({"getitem", "index", "index_select"})
-_MASKS = frozenset({"where", "nonzero", "nonzero_numpy", "one_hot", "eq"})
+_MASKS = frozenset({"one_hot", "eq"})
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "_to_copy"})
 _RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as"})
 _TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "swapaxes"})
 _CUTS = frozenset({"select", "slice", "split", "chunk", "unbind", "narrow", "getitem"})
 _COPIES = frozenset({"contiguous", "clone", "alias", "detach", "repeat_interleave"})
 _VIEWS = _CASTS | _RESHAPES | _TRANSPOSES | _CUTS | _COPIES
-_INTEGER_STEPS = _VIEWS | _SORTS | _MASKS | frozenset({"floor_divide", "floordiv", "clamp", "clamp_", "ge", "lt", "ne"})
+# What leaves each pair's expert where it is; a slice of the ids, say, is other ids.
+_INTEGER_STEPS = _CASTS | _RESHAPES | _COPIES - {"repeat_interleave"} | {"clamp", "clamp_"}
 _BUFFERS = frozenset(
     {"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like", "arange"}
 )
@@ -146,7 +147,7 @@ def _is_augmented(node: Node) -> bool:
 def _form_of_seed(node: Node, grouped: bool) -> str | None:
     name = name_of(node)
     if name in _SORTS:
-        return "grouped_mm" if grouped else None
+        return "grouped_mm" if grouped and not _is_order(_integer_operand(node)) else None
     if name in _MASKS:
         return "expert_loop"
     if name in _GATHERS and node.args and isinstance(node.args[0], Node):
@@ -154,6 +155,12 @@ def _form_of_seed(node: Node, grouped: bool) -> str | None:
         if isinstance(base, Tensor) and base.is_floating_point() and base.dim() >= 3:
             return "batched_mm" if _integer_operand(node) is not None else None
     return None
+
+
+def _is_order(node: Node | None) -> bool:
+    """Whether a tensor is what a sort of integers returned second: sorting it again inverts it."""
+    source = node.args[0] if node is not None and name_of(node) == "getitem" else node
+    return isinstance(source, Node) and name_of(source) in _SORTS and _integer_operand(source) is not None
 
 
 def _is_integer(value: Any) -> bool:
@@ -298,7 +305,7 @@ def _prelude(nodes: list[Node], inside: set[Node]) -> Iterator[Node]:
     front = [(operand, 0) for node in nodes for operand in node.all_input_nodes]
     while front:
         node, depth = front.pop()
-        if node in seen or depth >= _PRELUDE_DEPTH or name_of(node) not in _VIEWS | _BUFFERS:
+        if node in seen or depth >= _PRELUDE_DEPTH or name_of(node) not in _VIEWS | _BUFFERS | {"size"}:
             continue
         if name_of(node) == "getitem" and not _is_view_of(node.args[0]):
             continue

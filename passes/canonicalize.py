@@ -23,7 +23,7 @@ from moe_compile.passes.candidates import value_of
 from moe_compile.passes.facts import Label, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import probe, trace
-from moe_compile.passes.plan import Plan, Product, of_first_expert
+from moe_compile.passes.plan import Plan, Product, of_first_expert, without_unit_axes
 from moe_compile.passes.recognize_grouped_mm import untransposed
 from moe_compile.passes.rowwise import VIEWS
 
@@ -127,6 +127,9 @@ class _Writer:
             return self._pick(node, in_order)
         if node.target is operator.getitem:
             return self.value(arguments(node)[0], in_order)[arguments(node)[1]]
+        if node.target is aten.select_scatter.default:
+            base, source, dim = arguments(node)[:3]
+            return self.value(source, in_order).unsqueeze(dim % len(shape_of(base)))
         if node.target in VIEWS:
             return self.operand(arguments(node)[0], None, in_order).reshape(self._shape(node))
         if node.target is aten.expand.default:
@@ -165,9 +168,8 @@ class _Writer:
         runs = {label: axis for axis, label in enumerate(own) if label and not same_size(shape[axis], 1)}
         if not runs:
             return self.outside(node)
-        if node.target is aten.unsqueeze.default and runs == {"N": 0} and arguments(node)[1] not in (0, -len(shape)):
-            inner = self.operand(arguments(node)[0], (*own[:1], *(None,) * (len(shape) - 2)), in_order)
-            return inner.unsqueeze(arguments(node)[1])
+        if in_order and runs == {"N": 0} and without_unit_axes(self.block, node) is self.plan.repeated:
+            return self.rows.reshape(self.rows.shape[0], *shape[1:])
         value = self.outside(node)
         if set(runs) == {"N"}:
             return self._along(value, runs["N"], "N", in_order)

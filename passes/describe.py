@@ -10,12 +10,20 @@ from torch.fx import Node
 from moe_compile.passes.block import arguments, aten
 from moe_compile.passes.candidates import name_of, value_of
 from moe_compile.passes.facts import Size, expression, same_size, shape_of
-from moe_compile.passes.plan import Plan, Product, term
+from moe_compile.passes.plan import ONE_TO_ONE, Plan, Product, term
 from moe_compile.spec import ExpertsSpec, GateSpec, RoutingWeightPlace
 
+_TORCH = torch.__path__[0]
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 _PARAMETER = re.compile(r"(?:^|_)(?:parameters|buffers)_(.+?)_*$")
 _KEEPS_SLOTS = ("view", "reshape", "flatten", "to", "int", "long", "contiguous", "_to_copy", "detach")
+_LAYOUT = (
+    *ONE_TO_ONE,
+    aten.split.Tensor,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.masked_fill.Scalar,
+)
 _ACTIVATIONS: dict[Any, str] = {
     aten.silu.default: "silu",
     aten.gelu.default: "gelu",
@@ -35,7 +43,7 @@ def module_path(node: Node) -> str:
 
 def source_line(node: Node) -> str | None:
     """The innermost line of a model's code that a node came from."""
-    found = _SOURCE.findall(node.meta.get("stack_trace") or "")
+    found = [line for line in _SOURCE.findall(node.meta.get("stack_trace") or "") if not line[0].startswith(_TORCH)]
     return f"{found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else None
 
 
@@ -139,15 +147,7 @@ def _middle(plan: Plan) -> list[Node]:
 
 def _activation(plan: Plan) -> str:
     """The usual name of a gate that is one activation and at most one multiplication, "custom" for any other."""
-    layout = (
-        aten.split.Tensor,
-        aten.slice.Tensor,
-        aten.view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.masked_fill.Scalar,
-    )
-    nodes = [n for n in _middle(plan) if n.target not in layout and isinstance(n.target, torch._ops.OpOverload)]
+    nodes = [n for n in _middle(plan) if n.target not in _LAYOUT and isinstance(n.target, torch._ops.OpOverload)]
     names = [_ACTIVATIONS[n.target] for n in nodes if n.target in _ACTIVATIONS]
     others = [n for n in nodes if n.target not in _ACTIVATIONS]
     if names == ["relu"] and len(others) == 1 and _squares(others[0]):

@@ -34,6 +34,7 @@ Kind = Literal[
     "offsets",  # cumulated counts
     "parameter",  # weight[ids]: what an expert owns, per pair
     "rows",  # depends, along its labelled axes, on nothing but the same pair
+    "read",  # out[token], to be added to
     "update",  # out[token] + rows, on its way back to out[token]
     "output",  # summed over slots, by some of the experts or all
 ]
@@ -50,7 +51,7 @@ class Fact:
         columns: of positions: label of each column's axis.
         clamped: ids that had sentinels pressed into the range of real experts.
         exact: counts that leave sentinels out, whatever the ids.
-        base: parameter: the stacked weight. update: where it was read. output: what was there before, if not zeros.
+        base: parameter: the stacked weight. read, update: of where. output: what was there before, if not zeros.
         swapped: parameter: its last two axes are exchanged.
         parts: update and output: (expert, its rows); -1 stands for all experts at once.
     """

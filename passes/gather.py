@@ -37,7 +37,8 @@ def _pick(block: Block, node: Node) -> Fact | None:
     shape = shape_of(base)
     fact = block.fact(base)
     if fact is not None and fact.kind == "output":
-        return None
+        is_row = counts == ("T",) and at == [0] and fact.labels == ("T", None)
+        return Fact("read", (row, None), base=base) if is_row else None
     if fact is not None and (fact.kind not in ("rows", "ids") or fact.labels[at[0] : covered] != counts):
         raise NotProvenError(f"{node.name} reorders something that is not in the order of pairs", node)
     if covered > len(shape) or not all(map(same_size, shape[at[0] : covered], (sizes[c] for c in counts))):

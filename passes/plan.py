@@ -22,7 +22,8 @@ from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.recognize_expert_loop import experts_alike
 from moe_compile.passes.rowwise import VIEWS
 
-_ONE_TO_ONE = (
+# Casts and changes of shape: nothing is computed, and zeros stay zeros.
+ONE_TO_ONE = (
     *VIEWS,
     aten._to_copy.default,
     aten.unsqueeze.default,
@@ -299,7 +300,7 @@ def _unwrapped(block: Block, node: Node) -> Node:
             node = of_first_expert(block.fills[node])
         elif node in block.passed and block.kind(block.passed[node]) == "rows":
             node = block.passed[node]
-        elif node.target in _ONE_TO_ONE and block.kind(arguments(node)[0]) == "rows":
+        elif node.target in ONE_TO_ONE and block.kind(arguments(node)[0]) == "rows":
             node = arguments(node)[0]
         else:
             return node
@@ -321,7 +322,7 @@ def _zero_at_sentinels(block: Block, node: Any) -> bool:
         return any(_zero_at_sentinels(block, operand) for operand in arguments(node))
     if node in block.passed:
         return _zero_at_sentinels(block, block.passed[node])
-    return node.target in _ONE_TO_ONE and _zero_at_sentinels(block, arguments(node)[0])
+    return node.target in ONE_TO_ONE and _zero_at_sentinels(block, arguments(node)[0])
 
 
 def _hidden(block: Block, products: dict[Node, Product]) -> tuple[Node, Node, Node | None, bool]:
@@ -338,13 +339,23 @@ def _hidden(block: Block, products: dict[Node, Product]) -> tuple[Node, Node, No
                 source = unrepeated(block, base)
                 return (base, base, base, True) if source is None else (source, base, base, False)
     for node in (operand for at in [rows, *term(block, rows)] for operand in (at, *at.all_input_nodes)):
-        flat: Any = node
-        while flat not in block.facts and flat.target is aten.unsqueeze.default and len(shape_of(flat)) > 2:
-            flat = flat.args[0]
+        flat = without_unit_axes(block, node)
         if block.is_outside(flat) and len(shape_of(flat)) == 2 and block.is_leading(flat, block.pairs):
             source = unrepeated(block, flat)
             return (flat, flat, flat, True) if source is None else (source, flat, flat, False)
     raise NotProvenError("the rows that enter the first product were not traced to hidden states", rows)
+
+
+def without_unit_axes(block: Block, node: Node) -> Node:
+    """The matrix from outside that a value from outside is, but for axes of size one."""
+    while block.is_outside(node) and node.target in ONE_TO_ONE and len(shape_of(node)) != 2:
+        source = arguments(node)[0]
+        features = [size for size in shape_of(node)[1:] if not same_size(size, 1)]
+        kept = [size for size in shape_of(source)[1:] if not same_size(size, 1)]
+        if not same_size(shape_of(source)[0], shape_of(node)[0]) or len(features) > 1 or len(kept) != len(features):
+            break
+        node = source
+    return node
 
 
 def unrepeated(block: Block, flat: Node) -> Node | None:

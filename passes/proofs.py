@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
+from moe_compile.passes.boundary import is_assertion
 from moe_compile.passes.candidates import Candidate, value_of
 from moe_compile.passes.describe import ids_below, ids_differ
 from moe_compile.passes.match import NotProvenError
@@ -88,7 +89,11 @@ def _fingerprint(candidate: Candidate) -> tuple[Hashable, list[Node]]:
         return type(argument).__name__, repr(argument)
 
     inside = set(candidate.nodes)
-    calls = tuple((node.op, node.target, number(node.args), number(node.kwargs)) for node in candidate.nodes)
+    # The message of an assertion names symbols that are new in every layer.
+    calls = tuple(
+        (node.op, node.target, number(node.args[:1] if is_assertion(node) else node.args), number(node.kwargs))
+        for node in candidate.nodes
+    )
     inputs = tuple((place, _metadata(value_of(node))) for node, place in index.items() if node not in inside)
     below = ids_below(candidate.root)
     known = ids_differ(candidate.root, candidate.top_k), str(below), str(candidate.top_k), str(candidate.num_tokens)

@@ -61,17 +61,30 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
-        claimed: set[Node] = set()
-        for candidate in find_candidates(module):
-            if skip(module_path(candidate.seed)) or claimed & set(candidate.nodes[-1:]) or candidate.seed in claimed:
+        # Ids may be made of other ids: those nearest to the experts are tried first, and a block needs one answer.
+        answers: list[tuple[Match | Rejection, set[Node]]] = []
+        for candidate in reversed(find_candidates(module)):
+            if skip(module_path(candidate.seed)):
                 continue
-            found = _recognize(module, candidate, proofs)
-            if isinstance(found, Match):
-                claimed |= set(found.replacement.region)
-                matches.append(found)
-            elif found is not None:
-                rejections.append(found)
+            rivals = [answer for answer in answers if _overlap(candidate, answer[1])]
+            if any(isinstance(rival, Match) for rival, _ in rivals):
+                continue
+            answer = _recognize(module, candidate, proofs)
+            if isinstance(answer, Match):
+                answers = [other for other in answers if other not in rivals]
+            if isinstance(answer, Match) or (answer is not None and not rivals):
+                answers.append((answer, set(candidate.nodes)))
+        for answer, _ in reversed(answers):
+            if isinstance(answer, Match):
+                matches.append(answer)
+            else:
+                rejections.append(answer)
     return matches, rejections
+
+
+def _overlap(candidate: Candidate, nodes: set[Node]) -> bool:
+    """Whether a candidate is about a block that was dealt with: neighbours share no more than views at their edges."""
+    return 2 * len(nodes.intersection(candidate.nodes)) > min(len(nodes), len(candidate.nodes))
 
 
 def apply(gm: GraphModule, matches_with_tags: list[tuple[Match, str]]) -> None:
@@ -163,6 +176,8 @@ def _derive(candidate: Candidate, normal: NormalForm) -> Block | None:
         return None
     if not isinstance(candidate.top_k, int):
         raise NotProvenError(f"the number of experts per token in {candidate.root.name} is a symbol", candidate.root)
+    if isinstance(candidate.num_tokens, int) and candidate.num_tokens == 0:
+        raise NotProvenError("the graph was traced for no tokens at all, where shapes say nothing", candidate.root)
     block = Block(
         form=normal,
         root=root,
@@ -181,9 +196,16 @@ def _derive(candidate: Candidate, normal: NormalForm) -> Block | None:
 def _looks_like_experts(block: Block) -> bool:
     """Whether there is more than routing: products with parameters of experts, or several experts' rows."""
     kinds = [fact.kind for fact in block.facts.values()]
-    experts = {fact.expert for fact in block.facts.values() if fact.kind in ("token", "pair", "mask")} - {None}
-    grouped = any(name_of(node) in GROUPED for node in block.form.origins.values())
-    return bool(block.projections) or grouped or "parameter" in kinds or (len(experts) > 1 and "rows" in kinds)
+    experts = {fact.expert for fact in block.facts.values() if fact.kind == "mask"}
+    names = {name_of(node) for node in block.form.graph.nodes}
+    loops = len(experts) > 1 and bool(names & {"nonzero", "index"})
+    gathers = "parameter" in kinds or any(_gathers_matrices(block, node) for node in block.form.graph.nodes)
+    return bool(block.projections) or bool(names & GROUPED) or gathers or loops
+
+
+def _gathers_matrices(block: Block, node: Node) -> bool:
+    reads_ids = any(block.kind(operand) == "ids" or operand in block.unproven for operand in node.all_input_nodes)
+    return name_of(node) == "index" and reads_ids and value_of(node).dim() >= 3
 
 
 def _form(block: Block, plan: Plan) -> str:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from moe_compile.passes.block import Block, Projection, Rule, arguments, aten, rule
 from moe_compile.passes.facts import Fact, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
-from moe_compile.passes.rowwise import labels_of
+from moe_compile.passes.rowwise import VIEWS, labels_of
 
 RULES: dict[Any, list[Rule]] = {}
 
@@ -70,8 +70,12 @@ def _bias(block: Block, node: Node) -> Fact | None:
 
 def squeezed(block: Block, node: Node) -> Node:
     """The product behind a view that drops its axis of size one."""
-    while node not in block.projections and node.target in (aten.squeeze.dim, aten.view.default):
-        node = arguments(node)[0]
+    targets = (*VIEWS, aten.squeeze.dim, aten.select.int, aten.slice.Tensor)
+    while node not in block.projections and node.target in targets:
+        source = arguments(node)[0]
+        if not same_size(source.meta["val"].numel(), node.meta["val"].numel()):
+            break
+        node = source
     return node
 
 

@@ -141,17 +141,25 @@ def _put_rows(block: Block, node: Node) -> Fact | None:
 @rule(RULES, aten.add.Tensor)
 def _read_and_add(block: Block, node: Node) -> Fact | None:
     """`out[tok] + y`, on its way back to `out[tok]`."""
+    if node.kwargs.get("alpha", 1) != 1:
+        return None
     for read, rows in (arguments(node)[:2], arguments(node)[1::-1]):
-        if not isinstance(read, Node) or read.target is not aten.index.Tensor or block.kind(rows) != "rows":
+        base = _read_from(block, read)
+        if base is None or block.kind(rows) != "rows" or block.facts[rows].labels != block.facts[read].labels:
             continue
-        base, indices = arguments(read)
-        is_start = block.is_outside(base) and is_constant_fill(base, 0)
-        if not (is_start or block.kind(base) == "output") or len(indices) != 1 or not block.is_token(indices[0]):
-            continue
-        label = block.facts[indices[0]].labels
-        if node.kwargs.get("alpha", 1) == 1 and block.facts[rows].labels == (*label, None):
-            return Fact("update", (*label, None), base=base, parts=((-1, rows),))
+        return Fact("update", block.facts[read].labels, base=base, parts=((-1, rows),))
     return None
+
+
+def _read_from(block: Block, read: Any) -> Node | None:
+    """The buffer, of zeros or sums so far, that a value was picked from by token."""
+    if block.kind(read) == "read":
+        return block.facts[read].base
+    if read not in block.leaves or read.target is not aten.index.Tensor:
+        return None
+    base, indices = arguments(read)
+    by_token = len(indices) == 1 and block.is_token(indices[0]) and len(shape_of(base)) == 2
+    return base if by_token and is_constant_fill(base, 0) else None
 
 
 def _added(block: Block, node: Node, base: Any, index: Any, rows: Any) -> Fact | None:

@@ -44,8 +44,10 @@ def _sort(block: Block, node: Node) -> tuple[Fact | None, ...] | None:
         dims = dims[1:]
     dim = dims[0] if dims else named.get("dim", -1)
     descending = dims[1] if len(dims) > 1 else named.get("descending", False)
-    if fact is None or fact.kind not in ("ids", "pair") or len(fact.labels) != 1 or dim not in (0, -1) or descending:
+    if fact is None or fact.kind not in ("ids", "pair") or len(fact.labels) != 1 or dim not in (0, -1):
         return None
+    if descending:
+        raise NotProvenError(f"{node.name} puts the last expert first", node)
     if fact.kind == "ids" and fact.labels == ("N",):
         if fact.clamped:
             raise NotProvenError(f"{node.name} sorts sentinels among the last expert's rows", node)

@@ -39,6 +39,9 @@ def elementwise(block: Block, node: Node) -> Fact | None:
     """Operators that torch tags as pointwise, on rows and values from outside."""
     operands = [operand for operand in node.all_input_nodes if is_tensor(operand)]
     kinds = {block.kind(operand) for operand in operands}
+    if "mask" in kinds:
+        expert = next(fact.expert for operand in operands if (fact := block.fact(operand)) and fact.kind == "mask")
+        raise NotProvenError(f"{_name(node)} changes the mask of expert {expert}", node)
     if not kinds & {"rows", "parameter"}:
         return None
     target = node.target
@@ -58,6 +61,7 @@ def elementwise(block: Block, node: Node) -> Fact | None:
 
 _DESCRIPTIONS = {
     "parameter": "a parameter that differs between experts, other than a projection's weight or bias",
+    "read": "what earlier experts wrote",
     "update": "what earlier experts wrote",
     "ids": "the expert ids",
     "pair": "the order of the rows",
@@ -104,10 +108,10 @@ def _cast(block: Block, node: Node) -> Fact | None:
     return fact if exact and fact.kind not in ("update", "positions") else None
 
 
-@rule(RULES, aten.copy.default)
+@rule(RULES, aten.copy.default, aten.slice_scatter.default)
 def _overwrite(block: Block, node: Node) -> Fact | None:
-    """What an in-place operation left, written as a copy over the old value."""
-    old, new = arguments(node)
+    """What an in-place operation left, written as a copy over all of the old value."""
+    old, new = arguments(node)[:2]
     fact = block.fact(new)
     same = is_tensor(old) and shape_equal(old, new) and old.meta["val"].dtype == new.meta["val"].dtype
     if fact is None or not same or fact.kind not in ("ids", "rows"):
@@ -119,6 +123,8 @@ def _overwrite(block: Block, node: Node) -> Fact | None:
 @rule(RULES, *VIEWS)
 def _view(block: Block, node: Node) -> Fact | None:
     fact = block.fact(arguments(node)[0])
+    if fact is not None and fact.kind == "parameter":
+        return fact if shape_equal(node, arguments(node)[0]) else None
     if fact is None or fact.kind not in (*_LABELLED, "inverse"):
         return None
     labels = view_labels(shape_of(arguments(node)[0]), fact.labels, shape_of(node), block.top_k)
@@ -153,6 +159,8 @@ def _squeeze(block: Block, node: Node) -> Fact | None:
 @rule(RULES, aten.expand.default)
 def _expand(block: Block, node: Node) -> Fact | None:
     fact = block.fact(arguments(node)[0])
+    if fact is not None and fact.kind == "parameter":
+        return fact if shape_equal(node, arguments(node)[0]) else None
     if fact is None or fact.kind not in _LABELLED:
         return None
     before, after = shape_of(arguments(node)[0]), shape_of(node)
@@ -205,6 +213,19 @@ def _cut(block: Block, node: Node) -> Fact | tuple[Fact | None, ...] | None:
 def shape_equal(left: Any, right: Any) -> bool:
     """Whether two values have the same shape for every input."""
     return len(shape_of(left)) == len(shape_of(right)) and all(map(same_size, shape_of(left), shape_of(right)))
+
+
+@rule(RULES, aten.select_scatter.default)
+def _put_back(block: Block, node: Node) -> Fact | None:
+    """What an in-place operation on `rows[:, 0]` leaves of `rows`, if there was nothing else in it."""
+    base, rows, dim = arguments(node)[:3]
+    fact = block.fact(rows)
+    if fact is None or fact.kind != "rows":
+        return None
+    axis = dim % len(shape_of(base))
+    if not block.is_leading(base, 1, axis):
+        raise NotProvenError(f"{_name(node)} writes into rows that were computed before", node)
+    return Fact("rows", (*fact.labels[:axis], None, *fact.labels[axis:]))
 
 
 @rule(RULES, aten.cat.default, aten.stack.default)
@@ -293,7 +314,13 @@ def _shared_product(block: Block, node: Node) -> Fact | None:
     rows, weight = arguments(node)
     if block.kind(rows) == "rows" and block.is_outside(weight) and block.facts[rows].labels[1] is None:
         return Fact("rows", (block.facts[rows].labels[0], None))
-    raise NotProvenError("mm multiplies across rows", node)
+    raise NotProvenError(f"mm multiplies {_operand_kinds(block, rows, weight)}", node)
+
+
+def _operand_kinds(block: Block, *operands: Node) -> str:
+    """What a product takes that is neither rows nor from outside."""
+    other = [block.facts[o].kind for o in operands if block.kind(o) not in (None, "rows")]
+    return _DESCRIPTIONS[other[0]] if other else "across rows"
 
 
 @rule(RULES, aten.addmm.default)
@@ -303,7 +330,7 @@ def _shared_affine(block: Block, node: Node) -> Fact | None:
         raise NotProvenError("addmm adds more than a bias", node)
     if block.kind(rows) == "rows" and block.is_outside(weight) and block.facts[rows].labels[1] is None:
         return Fact("rows", (block.facts[rows].labels[0], None))
-    raise NotProvenError("addmm multiplies across rows", node)
+    raise NotProvenError(f"addmm multiplies {_operand_kinds(block, rows, weight)}", node)
 
 
 @rule(RULES, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
