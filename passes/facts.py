@@ -90,15 +90,16 @@ def is_tensor(node: Any) -> bool:
 
 
 def broadcast_labels(
-    operands: Sequence[tuple[tuple[Size, ...], tuple[Label, ...]]],
+    operands: Sequence[tuple[tuple[Size, ...], tuple[Label, ...]]], result: tuple[Size, ...]
 ) -> tuple[Label, ...] | None:
     """Labels of an elementwise result.
 
     Args:
         operands: (shape, labels) of each; values from outside have labels of None only.
+        result: the shape of the result.
 
     Returns:
-        The labels; None if two axes that count different things would run side by side.
+        The labels; None if two axes that count different things would run side by side, or one row become many.
     """
     rank = max(len(shape) for shape, _ in operands)
     labels: list[Label] = [None] * rank
@@ -106,7 +107,7 @@ def broadcast_labels(
         for axis, label in enumerate(own, start=rank - len(shape)):
             if label is None:
                 continue
-            if labels[axis] not in (None, label):
+            if labels[axis] not in (None, label) or not same_size(shape[axis - rank + len(shape)], result[axis]):
                 return None
             labels[axis] = label
     for axis, label in enumerate(labels):

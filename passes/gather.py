@@ -11,6 +11,7 @@ would be cut, which no canonical op does.
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moe_compile.passes.block import Block, Rule, arguments, aten, is_constant_fill, rule
@@ -29,7 +30,7 @@ def _pick(block: Block, node: Node) -> Fact | None:
     if not is_tensor(base) or not at or any(fact is None for fact in given) or at != list(range(at[0], at[-1] + 1)):
         return None
     facts = [fact for fact in given if fact is not None]
-    counts, row = _counted(block, facts)
+    counts, row = _counted(facts, indices[at[0]].meta["val"].dtype is torch.bool)
     if row is None:
         return None
     sizes = {"T": block.num_tokens, "K": block.top_k, "N": block.pairs}
@@ -52,11 +53,11 @@ def _pick(block: Block, node: Node) -> Fact | None:
     return Fact("rows", labels)
 
 
-def _counted(block: Block, facts: list[Fact]) -> tuple[tuple[str, ...], Label]:
+def _counted(facts: list[Fact], is_boolean: bool) -> tuple[tuple[str, ...], Label]:
     """Which axes some index values run over, and which rows they pick; ((), None) if they are no such indices."""
     kinds = tuple(fact.kind for fact in facts)
     rows = {fact.labels for fact in facts}
-    if kinds == ("mask",):
+    if kinds == ("mask",) and is_boolean:
         labels = facts[0].labels
         if labels in (("N",), ("T", "K")):
             return tuple(lb for lb in labels if lb), f"R{facts[0].expert}"

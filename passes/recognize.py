@@ -129,9 +129,10 @@ def _prove(candidate: Candidate) -> Proof:
         value, outputs = _output(block, normal)
         plan = make_plan(block, value)
         written = Boundary((), normal.nodes).written()
+        # Of several nodes that hold a value, the first: a later one may stand behind the block.
         kept = {
             final: node
-            for node, final in normal.finals.items()
+            for node, final in reversed(normal.finals.items())
             if final not in block.facts and storage_of(node) not in written
         }
         canonical, inputs = write(plan, kept)
@@ -256,8 +257,12 @@ def _replace(replacement: Replacement, tag: str) -> None:
                     copy.args = (*copy.args[:3], tag)
     for output in replacement.outputs:
         output.replace_all_uses_with(result, delete_user_cb=after.__contains__)
+    erased = [output.name for output in replacement.outputs if output in replacement.region]
     for node in reversed(replacement.region):
         graph.erase_node(node)
+    if erased:
+        # Exported programs list their outputs by name.
+        result.name = erased[-1]
 
 
 def _following(node: Node) -> Iterator[Node]:

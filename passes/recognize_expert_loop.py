@@ -44,7 +44,6 @@ def _onehot(block: Block, node: Node) -> Fact | None:
     (experts,) = shape_of(numbers)[-1:] or (1,)
     if len(shape_of(numbers)) != 1 or not is_arange(numbers, experts):
         return None
-    block.expect_experts(experts, node)
     return Fact("onehot", (*fact.labels[:-1], "E"))
 
 
@@ -191,6 +190,8 @@ def _filled(block: Block, node: Node, base: Node, indices: list[Node | None], ro
     first = facts[0]
     if kinds not in (["mask"], ["pair"], ["token", "slot"]) or block.kind(rows) != "rows" or first is None:
         return None
+    if kinds == ["mask"] and arguments(node)[1][0].meta["val"].dtype is not torch.bool:
+        raise NotProvenError(f"{node.name} takes a mask for indices", node)
     expert = first.expert
     if expert is None:
         return None
@@ -228,12 +229,11 @@ def experts_alike(block: Block, parts: tuple[tuple[int, Node], ...]) -> dict[tup
         NotProvenError: if experts are missing, or two of them differ in more than outside values of one shape.
     """
     by_number = dict(parts)
-    experts = block.num_experts[0][0] if block.num_experts else len(parts)
-    if sorted(by_number) != list(range(experts)):
-        missing = sorted(set(range(max(experts, max(by_number) + 1))) - set(by_number))
-        extra = sorted(set(by_number) - set(range(experts)))
-        which = f"expert {missing[0]} of {experts} never runs" if missing else f"there is no expert {extra[0]}"
-        raise NotProvenError(which, parts[-1][1])
+    experts = len(parts)
+    missing = sorted(set(range(experts)) - set(by_number))
+    if missing:
+        # Ids from the last expert on are sentinels here as there, so experts may be missing at the end alone.
+        raise NotProvenError(f"expert {missing[0]} of {max(by_number) + 1} never runs", parts[-1][1])
     differing: dict[tuple[Node, int], list[Node]] = {}
     for expert in range(1, experts):
         _Comparison(block, expert, differing).compare(by_number[0], by_number[expert])

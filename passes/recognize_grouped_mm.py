@@ -130,7 +130,6 @@ def _mark_experts(block: Block, node: Node) -> Fact | None:
         return None
     if not block.distinct:
         raise NotProvenError(f"{node.name} marks an expert once, however often a token names it", node)
-    block.expect_experts(shape_of(base)[1], node)
     return Fact("onehot", ("T", "E"))
 
 
@@ -142,6 +141,7 @@ def _sum_of_onehot(block: Block, node: Node) -> Fact | None:
     axes = reduced_axes(node, len(fact.labels))
     if [label for axis, label in enumerate(fact.labels) if axis not in axes] != ["E"]:
         return None
+    block.expect_experts(shape_of(node)[0], node)
     return Fact("counts", ("E",))
 
 

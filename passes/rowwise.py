@@ -32,7 +32,8 @@ RULES: dict[Any, list[Rule]] = {}
 _LABELLED = ("rows", "ids", "pair", "token", "slot", "mask", "onehot", "sentinel")
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.contiguous.default)
-_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
+_WHOLE = (torch.int32, torch.int64)
+_EXACT = (*_WHOLE, torch.float32, torch.float64)
 
 
 def elementwise(block: Block, node: Node) -> Fact | None:
@@ -53,7 +54,7 @@ def elementwise(block: Block, node: Node) -> Fact | None:
     if kinds - {"rows", None}:
         other = next(operand for operand in operands if block.kind(operand) not in ("rows", None))
         raise NotProvenError(f"{_name(node)} mixes rows with {_DESCRIPTIONS[block.facts[other].kind]}", node)
-    labels = broadcast_labels([(shape_of(operand), labels_of(block, operand)) for operand in operands])
+    labels = broadcast_labels([(shape_of(operand), labels_of(block, operand)) for operand in operands], shape_of(node))
     if labels is None:
         raise NotProvenError(f"{_name(node)} pairs rows with values in another order", node)
     return Fact("rows", labels)
@@ -102,9 +103,9 @@ def _cast(block: Block, node: Node) -> Fact | None:
     if fact.kind in ("rows", "output", "parameter"):
         return fact
     if fact.kind in ("mask", "onehot", "sentinel"):
-        return fact if dtype in (*_EXACT, torch.float16, torch.bfloat16) else None
+        return fact
     # float32 holds every expert id, but not every pair.
-    exact = dtype in _EXACT[:2] or (dtype in _EXACT and fact.kind in ("ids", "counts"))
+    exact = dtype in _WHOLE or (dtype in _EXACT and fact.kind in ("ids", "counts"))
     return fact if exact and fact.kind not in ("update", "positions") else None
 
 
@@ -343,7 +344,7 @@ def _fill_sentinels(block: Block, node: Node) -> Fact | None:
     if block.kind(rows) not in ("rows", None):
         return None
     operands = [(shape_of(n), labels_of(block, n)) for n in (rows, mask)]
-    labels = broadcast_labels(operands)
+    labels = broadcast_labels(operands, shape_of(node))
     if labels is None:
         raise NotProvenError("masked_fill pairs rows with a mask in another order", node)
     block.passed[node] = rows

@@ -314,6 +314,12 @@ class LoopOutOfOrder(Loop):
     numbers = (2, 0, 3, 1)
 
 
+class LoopMissingLast(Loop):
+    """Ids of the last expert are sentinels."""
+
+    numbers = range(E - 1)
+
+
 class LoopPlusEquals(Loop):
     """`==`, `where`, `+=`."""
 
@@ -390,10 +396,6 @@ class LoopMissing(Loop):
     numbers = (0, 1, 3)
 
 
-class LoopMissingLast(Loop):
-    numbers = range(E - 1)
-
-
 class LoopTwice(Loop):
     numbers = (0, 1, 2, 3, 1)
 
@@ -457,6 +459,25 @@ class LoopProbe(Loop):
             if e == 1:
                 seen = out.abs().sum()
         return out, seen
+
+
+class LoopMaskAsIndex(Loop):
+    """A mask that became integers picks the first two tokens, not the expert's."""
+
+    def experts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        repeated = x_TD.repeat_interleave(self.top_k, dim=0)
+        y = torch.zeros_like(repeated)
+        for e, layer in enumerate(self.layers):
+            mine = (ids_TK.view(-1) == e).long()
+            y = y.index_put((mine,), layer(repeated[mine]))
+        return (y.view(*weights_TK.shape, -1) * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+
+class LoopBooleanIds(LoopPlusEquals):
+    """Compared after a cast that maps all ids but one to the same number."""
+
+    def experts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return super().experts(x_TD, ids_TK.bool().long(), weights_TK)
 
 
 class LoopCapacity(Loop):
@@ -552,6 +573,7 @@ REWRITTEN: dict[str, Callable[[], nn.Module]] = {
     "loop, assignment": LoopAssign,
     "loop, stacked weights": LoopStacked,
     "loop, added to something": LoopPostAdd,
+    "loop, last expert never runs": LoopMissingLast,
     "loop, dropout in eval": lambda: LoopDropout().eval(),
 }
 
@@ -572,13 +594,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "loop, another activation": (LoopOtherActivation, "expert 2 does gelu where expert 0 does silu"),
     "loop, unequal": (LoopUnequal, "expert 1 has a parameter"),
     "loop, missing": (LoopMissing, "expert 2 of 4 never runs"),
-    "loop, missing last": (LoopMissingLast, "expert 3 of 4 never runs"),
     "loop, twice": (LoopTwice, "a second time"),
     "loop, reads the sum": (LoopReadsSum, "earlier experts"),
     "loop, mutates weights": (LoopMutatesWeights, "mul_"),
     "loop, mutates hidden states": (LoopMutatesHidden, "add_"),
     "loop, dropout in training": (LoopDropout, "random"),
     "loop, probed": (LoopProbe, "reads"),
+    "loop, mask for indices": (LoopMaskAsIndex, "mask"),
+    "loop, boolean ids": (LoopBooleanIds, "may repeat"),
     "loop, capacity": (LoopCapacity, "mask"),
     "loop, threshold": (LoopThreshold, "mask"),
     "loop, mean over rows": (LoopRowMean, "reduces over rows"),

@@ -284,3 +284,32 @@ def test_graphs_without_experts_say_nothing() -> None:
     function(torch.randn(2, 5, D))
     assert recorder.matches == []
     assert recorder.rejections == []
+
+
+def test_exported_block_that_is_the_whole_program() -> None:
+    class Bare(REWRITTEN["loop, +="]):  # type: ignore[misc, valid-type]
+        def forward(self, x_TD: Tensor) -> Tensor:
+            weights_TK, ids_TK = self.route(x_TD)
+            return self.experts(x_TD, ids_TK, weights_TK)
+
+    model = build(Bare)
+    x_TD = torch.randn(7, D)
+    program = torch.export.export(model, (x_TD,)).run_decompositions({})
+    matches, _ = recognize(program.graph_module)
+    apply(program.graph_module, [(match, "") for match in matches])
+    assert len(matches) == 1
+    program.validate()
+    torch.testing.assert_close(program.module()(x_TD), model(x_TD))
+
+
+@pytest.mark.parametrize("name", ["loop", "loop, biases", "gathered"])
+def test_under_autocast(name: str) -> None:
+    model = build(REWRITTEN[name])
+    x_TD = torch.randn(7, D)
+    function, recorder = compiled(model, x_TD)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = run(function, model, x_TD), run(model, model, x_TD)
+    assert [(r.reason, r.node) for r in recorder.rejections] == []
+    assert len(recorder.matches) == 1
+    assert [a.dtype for a in actual] == [e.dtype for e in expected]
+    assert_equal(actual, expected, torch.bfloat16)
