@@ -23,9 +23,9 @@ from moe_compile.passes.candidates import value_of
 from moe_compile.passes.facts import Label, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import probe, trace
-from moe_compile.passes.plan import Plan, Product, of_first_expert, without_unit_axes
+from moe_compile.passes.plan import Plan, Product, of_first_expert, unrepeated, without_unit_axes
 from moe_compile.passes.recognize_grouped_mm import untransposed
-from moe_compile.passes.rowwise import VIEWS
+from moe_compile.passes.rowwise import VIEWS, shape_equal
 
 Lookup = Callable[[Node], Any]
 
@@ -61,7 +61,27 @@ def _traced(plan: Plan, kept: dict[Node, Node], found: dict[Node, Any]) -> tuple
     def canonical(*given: Any) -> Tensor:
         return _Writer(plan, kept, dict(zip(nodes, given, strict=True)).__getitem__).run()
 
-    return trace(canonical, [value_of(node) for node in nodes]), nodes
+    graph = trace(canonical, [value_of(node) for node in nodes])
+    _straighten(graph)
+    graph.eliminate_dead_code()
+    return graph, nodes
+
+
+def _straighten(graph: Graph) -> None:
+    """Skips chains of views that end in the shape that they began with, such as an axis that comes and goes."""
+    for node in graph.nodes:
+        source = node
+        while source.target in _DETOURS:
+            before = arguments(source)[0]
+            if not same_size(before.meta["val"].numel(), node.meta["val"].numel()):
+                break
+            source = before
+            if shape_equal(source, node):
+                node.replace_all_uses_with(source)
+                break
+
+
+_DETOURS = (*VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
 
 
 class _Writer:
@@ -160,15 +180,13 @@ class _Writer:
             return self.value(node, in_order)
         if labels is None or not is_tensor(node):
             return self.outside(node)
-        if node is self.plan.repeated and in_order:
-            return self.rows
         shape = shape_of(node)
         assert len(labels) >= len(shape), "an operand has more axes than the result"
         own = labels[len(labels) - len(shape) :]
         runs = {label: axis for axis, label in enumerate(own) if label and not same_size(shape[axis], 1)}
         if not runs:
             return self.outside(node)
-        if in_order and runs == {"N": 0} and without_unit_axes(self.block, node) is self.plan.repeated:
+        if in_order and runs == {"N": 0} and self._is_repeated_hidden(without_unit_axes(self.block, node)):
             return self.rows.reshape(self.rows.shape[0], *shape[1:])
         value = self.outside(node)
         if set(runs) == {"N"}:
@@ -178,6 +196,11 @@ class _Writer:
         if set(runs) == {"T"}:
             return self._along(value, runs["T"], "T", in_order)
         raise NotProvenError(f"{node.name} runs along {', '.join(sorted(runs))} alone", node)
+
+    def _is_repeated_hidden(self, node: Node) -> bool:
+        return node is self.plan.repeated or (
+            not self.plan.per_pair and unrepeated(self.block, node) is self.plan.hidden
+        )
 
     def _along(self, value: Tensor, axis: int, label: Label, in_order: bool) -> Tensor:
         """Picks from an outside value what belongs to each row."""

@@ -11,6 +11,7 @@ features alone; whatever draws random numbers does not.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,13 +125,17 @@ def _overwrite(block: Block, node: Node) -> Fact | None:
 @rule(RULES, *VIEWS)
 def _view(block: Block, node: Node) -> Fact | None:
     fact = block.fact(arguments(node)[0])
-    if fact is not None and fact.kind == "parameter":
-        return fact if shape_equal(node, arguments(node)[0]) else None
-    if fact is None or fact.kind not in (*_LABELLED, "inverse"):
+    if fact is None or fact.kind not in (*_LABELLED, "inverse", "parameter"):
         return None
     labels = view_labels(shape_of(arguments(node)[0]), fact.labels, shape_of(node), block.top_k)
     if labels is None:
         raise NotProvenError(f"{_name(node)} mixes rows", node)
+    if fact.kind == "parameter":
+        own = [label is None for label in fact.labels].count(True)
+        keeps = all(map(same_size, shape_of(arguments(node)[0])[-own:], shape_of(node)[-own:]))
+        pairs = tuple(label for label in labels if label is not None)
+        same_axes = keeps and labels == (*pairs, *(None,) * own)
+        return replace(fact, labels=labels) if same_axes else None
     return _relabelled(fact, labels)
 
 

@@ -248,6 +248,18 @@ class GatheredSentinels(Gathered):
         return weights_TK.reshape(-1).masked_fill(sentinel, 0.0).view(weights_TK.shape)
 
 
+class GatheredEinsum(Stacked):
+    """Weights gathered per token and slot, einsums, no flat axis of pairs."""
+
+    def experts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        h = self.gate(torch.einsum("td,tkfd->tkf", x_TD, self.up[ids_TK]))
+        y = torch.einsum("tkf,tkdf->tkd", h, self.down[ids_TK])
+        return self.weigh(y, weights_TK)
+
+    def weigh(self, y: Tensor, weights_TK: Tensor) -> Tensor:
+        return torch.einsum("tkd,tk->td", y, weights_TK)
+
+
 # Gathered, and wrong --------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +271,13 @@ class GatheredUnmasked(GatheredSentinels):
 class GatheredWiderClamp(Gathered):
     def experts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return super().experts(x_TD, ids_TK.clamp(0, E - 2), weights_TK)
+
+
+class GatheredEinsumOverFeatures(GatheredEinsum):
+    """Slots are mixed before they are weighted."""
+
+    def gate(self, h: Tensor) -> Tensor:
+        return super().gate(h.softmax(1))
 
 
 class GatheredScale(Gathered):
@@ -564,6 +583,7 @@ REWRITTEN: dict[str, Callable[[], nn.Module]] = {
     "gathered, transposed after": GatheredRows,
     "gathered, transposed weights": GatheredTransposed,
     "gathered, rows of their own": GatheredOwnRows,
+    "gathered, einsum": GatheredEinsum,
     "gathered, sentinels": GatheredSentinels,
     "loop": Loop,
     "loop, top-1": lambda: Loop(top_k=1),
@@ -589,6 +609,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sorted, descending": (SortedDescending, "last expert first"),
     "gathered, unmasked sentinels": (GatheredUnmasked, "nothing zeroes"),
     "gathered, clamped to fewer experts": (GatheredWiderClamp, "experts"),
+    "gathered, einsum over mixed slots": (GatheredEinsumOverFeatures, "across rows"),
     "gathered, a factor per expert": (GatheredScale, "differs between experts"),
     "loop, shuffled": (LoopShuffled, "uses the weight of expert 1"),
     "loop, another activation": (LoopOtherActivation, "expert 2 does gelu where expert 0 does silu"),
