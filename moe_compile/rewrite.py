@@ -39,7 +39,7 @@ def rewrite(
             "Trace the model first, with torch.export.export(model, args)",
         )
     exported = isinstance(program, ExportedProgram)
-    gm = copy.deepcopy(program.graph_module) if isinstance(program, ExportedProgram) else copy.deepcopy(program)
+    gm = _copy(program.graph_module if isinstance(program, ExportedProgram) else program)
     inputs = [_fake(node) for node in gm.graph.nodes if node.op == "placeholder"]
     if inputs and all(value is None for value in inputs):
         raise RewriteError(
@@ -59,6 +59,14 @@ def rewrite(
     rewritten = program._update(gm, program.graph_signature)
     rewritten.validate()
     return rewritten
+
+
+def _copy(original: GraphModule) -> GraphModule:
+    """A deep copy whose nodes keep their names: a copy renames some, and an exported program's signature lists them."""
+    gm = copy.deepcopy(original)
+    for node, source in zip(gm.graph.nodes, original.graph.nodes, strict=True):
+        node.name = source.name
+    return gm
 
 
 def _warn(text: str) -> None:
