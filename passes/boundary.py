@@ -11,15 +11,16 @@ may go if nothing reads what it wrote, and nobody else may write, between the bl
 the block reads.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_compile.passes.candidates import mutated_arguments, name_of, storage_of
 from moe_compile.passes.match import NotProvenError
 
+Contexts = Mapping[Node, tuple[object, int]]
 _CONTEXT_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -28,12 +29,20 @@ class Boundary:
     """A block's nodes among all others.
 
     Attributes:
-        order: the graph's nodes.
         region: the block's nodes, in graph order.
+        contexts: grad mode and depth of autocast at every node of the graph; empty if it switches neither.
     """
 
-    order: Sequence[Node]
     region: Sequence[Node]
+    contexts: Contexts = field(default_factory=dict)
+
+    def span(self) -> Iterator[Node]:
+        """All nodes of the graph from the block's first to its last; memory of the block's own is not known before."""
+        node = self.region[0]
+        while node is not self.region[-1]:
+            yield node
+            node = node.next
+        yield node
 
     def written(self) -> dict[StorageWeakRef, list[Node]]:
         """Memory that the block writes to -> the nodes that do."""
@@ -48,10 +57,9 @@ class Boundary:
 
     def last(self, origin: Node, outputs: Iterable[Node]) -> Node:
         """Where the output is complete: the node that computed it, or the last that wrote to its memory."""
-        position = {node: index for index, node in enumerate(self.order)}
         written = self.written()
         writers = [w for node in outputs for w in written.get(storage_of(node), ())]  # type: ignore[arg-type]
-        return max([origin, *writers], key=position.__getitem__)
+        return max([origin, *writers])
 
     def dead_after(self, outputs: Sequence[Node], inputs: Iterable[Node], last: Node) -> set[Node]:
         """The nodes of the block that nothing needs once the canonical ops stand behind `last`.
@@ -59,33 +67,30 @@ class Boundary:
         Raises:
             NotProvenError: if something else reads what only the block's own writes would have put there.
         """
-        position = {node: index for index, node in enumerate(self.order)}
         inside, needed = set(self.region), set(inputs)
         writers = {writer for nodes in self.written().values() for writer in nodes}
         dead: set[Node] = set()
         for node in reversed(self.region):
-            after = position[node] > position[last]
-            users = [u for u in node.users if u not in dead and not (node in outputs and position[u] > position[last])]
+            after = node > last
+            users = [u for u in node.users if u not in dead and not (node in outputs and u > last)]
             unused_before = not node.users and node not in writers and not is_assertion(node)
             if not users and node not in needed and not after and not unused_before:
                 dead.add(node)
-        self._require_unread(inside, dead, outputs, position, last)
+        self._require_unread(inside, dead, outputs, last)
         return dead
 
-    def _require_unread(
-        self, inside: set[Node], dead: set[Node], outputs: Sequence[Node], position: dict[Node, int], last: Node
-    ) -> None:
+    def _require_unread(self, inside: set[Node], dead: set[Node], outputs: Sequence[Node], last: Node) -> None:
         written = {storage for storage, nodes in self.written().items() if any(node in dead for node in nodes)}
-        for node in self.order:
+        for node in self.span():
             if storage_of(node) not in written:
                 continue
             if node not in inside:
                 # Later views show the new output, as they are made of it.
-                if position[node] < position[last]:
+                if node < last:
                     raise NotProvenError(f"{node.name} shares memory with what the experts write to", node)
                 continue
             for user in node.users:
-                replaced = node in outputs and position[user] > position[last]
+                replaced = node in outputs and user > last
                 if user not in dead and not replaced:
                     raise NotProvenError(f"{user.name} reads {node.name}, which the experts write to", user)
 
@@ -97,7 +102,7 @@ class Boundary:
         """
         inside, shared = set(self.region), {storage_of(node) for node in inputs} - {None}
         read: set[StorageWeakRef | None] = set()
-        for node in self.order:
+        for node in self.span():
             if node in inside:
                 read |= {storage_of(operand) for operand in node.all_input_nodes} & shared
             else:
@@ -106,27 +111,33 @@ class Boundary:
                         raise NotProvenError(f"{node.name} writes to {target.name} while the experts run", node)
             if node is last:
                 break
-        self._require_one_context(inside, last)
+        self._require_one_context(last)
 
-    def _require_one_context(self, inside: set[Node], last: Node) -> None:
-        switches = [node for node in self.order if name_of(node) in _CONTEXT_SWITCHES]
-        if not switches:
-            return
-        # Contexts are left again, so the graph ends in the grad mode in which it began.
-        grad_modes = [node.args[0] for node in switches if name_of(node) == "_set_grad_enabled"]
-        state, states = (grad_modes[-1] if grad_modes else True, 0), dict[Node, tuple[object, int]]()
-        for node in self.order:
-            if name_of(node) == "_set_grad_enabled":
-                state = node.args[0], state[1]
-            elif name_of(node) in _CONTEXT_SWITCHES:
-                state = state[0], state[1] + (1 if name_of(node) == "_enter_autocast" else -1)
-            if node in inside:
-                states[node] = state
-        for node, found in states.items():
-            if found[1] != 0:
+    def _require_one_context(self, last: Node) -> None:
+        for node in self.region if self.contexts else ():
+            if self.contexts[node][1] != 0:
                 raise NotProvenError(f"{node.name} runs inside an autocast context of the graph's own", node)
-            if found != states[last]:
+            if self.contexts[node] != self.contexts[last]:
                 raise NotProvenError(f"{node.name} runs in another grad mode than {last.name}", node)
+
+
+def find_contexts(graph: Graph) -> dict[Node, tuple[object, int]]:
+    """Grad mode and depth of autocast at every node, as far as the graph itself sets them; empty if it sets neither."""
+    switches = [node for node in graph.nodes if name_of(node) in _CONTEXT_SWITCHES]
+    if not switches:
+        return {}
+    # Contexts are left again, so the graph ends in the grad mode in which it began.
+    grad_modes = [node.args[0] for node in switches if name_of(node) == "_set_grad_enabled"]
+    grad_mode, depth = (grad_modes[-1] if grad_modes else True), 0
+    states: dict[Node, tuple[object, int]] = {}
+    for node in graph.nodes:
+        name = name_of(node)
+        if name == "_set_grad_enabled":
+            grad_mode = node.args[0]
+        elif name in _CONTEXT_SWITCHES:
+            depth += 1 if name == "_enter_autocast" else -1
+        states[node] = grad_mode, depth
+    return states
 
 
 def without_foreign_writes(nodes: Sequence[Node]) -> list[Node]:

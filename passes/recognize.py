@@ -10,6 +10,7 @@ A block that is not proven stays as it was, and the reason is returned.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,7 +18,7 @@ from torch.fx import GraphModule, Node
 from moe_compile.passes import gather, recognize_batched_mm, recognize_expert_loop, recognize_grouped_mm, rowwise
 from moe_compile.passes.block import Block, merge
 from moe_compile.passes.blocks import META_KEYS
-from moe_compile.passes.boundary import Boundary, without_foreign_writes
+from moe_compile.passes.boundary import Boundary, Contexts, find_contexts, without_foreign_writes
 from moe_compile.passes.candidates import GROUPED, Candidate, find_candidates, name_of, storage_of, value_of
 from moe_compile.passes.canonicalize import write
 from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
@@ -63,13 +64,16 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
             continue
         # Ids may be made of other ids: those nearest to the experts are tried first, and a block needs one answer.
         answers: list[tuple[Match | Rejection, set[Node]]] = []
-        for candidate in reversed(find_candidates(module)):
+        candidates = find_candidates(module)
+        contexts = find_contexts(module.graph) if candidates else {}
+        for candidate in reversed(candidates):
             if skip(module_path(candidate.seed)):
                 continue
+            candidate = _without_other_contexts(candidate, contexts)
             rivals = [answer for answer in answers if _overlap(candidate, answer[1])]
             if any(isinstance(rival, Match) for rival, _ in rivals):
                 continue
-            answer = _recognize(module, candidate, proofs)
+            answer = _recognize(module, contexts, candidate, proofs)
             if isinstance(answer, Match):
                 answers = [other for other in answers if other not in rivals]
             if isinstance(answer, Match) or (answer is not None and not rivals):
@@ -80,6 +84,14 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
             else:
                 rejections.append(answer)
     return matches, rejections
+
+
+def _without_other_contexts(candidate: Candidate, contexts: Contexts) -> Candidate:
+    """Leaves out what stands in front of a block in another grad mode, such as the last view of a frozen router."""
+    if not contexts:
+        return candidate
+    seed = candidate.seed
+    return replace(candidate, nodes=tuple(n for n in candidate.nodes if n > seed or contexts[n] == contexts[seed]))
 
 
 def _overlap(candidate: Candidate, nodes: set[Node]) -> bool:
@@ -102,7 +114,9 @@ def apply(gm: GraphModule, matches_with_tags: list[tuple[Match, str]]) -> None:
     gm.recompile()
 
 
-def _recognize(module: GraphModule, candidate: Candidate, proofs: Proofs) -> Match | Rejection | None:
+def _recognize(
+    module: GraphModule, contexts: Contexts, candidate: Candidate, proofs: Proofs
+) -> Match | Rejection | None:
     """Proves one candidate; None if it turns out to be no experts block at all, such as a sort of something else."""
     proof = proofs.find(candidate)
     if proof is None:
@@ -110,7 +124,7 @@ def _recognize(module: GraphModule, candidate: Candidate, proofs: Proofs) -> Mat
     failure = proof.failure
     if failure is None and proof.canonical is not None:
         try:
-            return _match(module, candidate, proof)
+            return _match(module, contexts, candidate, proof)
         except NotProvenError as found:
             failure = found
     if failure is None:
@@ -128,7 +142,7 @@ def _prove(candidate: Candidate) -> Proof:
             return Proof()
         value, outputs = _output(block, normal)
         plan = make_plan(block, value)
-        written = Boundary((), normal.nodes).written()
+        written = Boundary(normal.nodes).written()
         # Of several nodes that hold a value, the first: a later one may stand behind the block.
         kept = {
             final: node
@@ -152,7 +166,7 @@ def _prove(candidate: Candidate) -> Proof:
     )
 
 
-def _match(module: GraphModule, candidate: Candidate, proof: Proof) -> Match:
+def _match(module: GraphModule, contexts: Contexts, candidate: Candidate, proof: Proof) -> Match:
     """Places a proven block in its graph.
 
     Raises:
@@ -161,7 +175,7 @@ def _match(module: GraphModule, candidate: Candidate, proof: Proof) -> Match:
     assert proof.canonical is not None
     assert proof.spec is not None
     assert proof.origin is not None
-    boundary = Boundary(tuple(module.graph.nodes), proof.nodes)
+    boundary = Boundary(proof.nodes, contexts)
     last = boundary.last(proof.origin, proof.outputs)
     boundary.require_undisturbed(proof.reads, last)
     dead = boundary.dead_after(proof.outputs, proof.inputs, last)

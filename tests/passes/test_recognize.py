@@ -313,3 +313,42 @@ def test_under_autocast(name: str) -> None:
     assert len(recorder.matches) == 1
     assert [a.dtype for a in actual] == [e.dtype for e in expected]
     assert_equal(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("block", "words"), [("loop", "grad mode"), ("gathered", "autocast")])
+def test_contexts_that_the_graph_switches(block: str, words: str) -> None:
+    class Switching(REWRITTEN[block]):  # type: ignore[misc, valid-type]
+        def gate(self, h: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().gate(h)  # type: ignore[no-any-return]
+
+        def experts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            if block == "gathered":
+                return super().experts(x_TD, ids_TK, weights_TK)  # type: ignore[no-any-return]
+            out = torch.zeros_like(x_TD)
+            for e, layer in enumerate(self.layers):
+                token, slot = torch.where(ids_TK == e)
+                with torch.set_grad_enabled(e != 1):
+                    y = layer(x_TD[token])
+                out = out.index_add(0, token, y * weights_TK[token, slot, None])
+            return out
+
+    model = build(Switching)
+    function, recorder = compiled(model, torch.randn(7, D))
+    function(torch.randn(7, D))
+    assert recorder.matches == []
+    assert [words in rejection.reason for rejection in recorder.rejections] == [True]
+
+
+def test_router_without_gradients_is_no_obstacle() -> None:
+    class Frozen(REWRITTEN["loop"]):  # type: ignore[misc, valid-type]
+        def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                weights_TK, ids_TK = super().route(x_TD)
+            return weights_TK, ids_TK
+
+    model = build(Frozen)
+    x_TD = torch.randn(7, D)
+    function, recorder = compiled(model, x_TD)
+    assert_equal(run(function, model, x_TD), run(model, model, x_TD), torch.float32)
+    assert len(recorder.matches) == 1
