@@ -1,5 +1,6 @@
 """`moe_compile.backend(...)`: the object that goes to `torch.compile(model, backend=...)`."""
 
+import importlib.util
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -237,7 +238,8 @@ def device_situation(
 ) -> Situation:
     """A situation on a device, with its capability filled in."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Situation(device.type, capability, settings, fullgraph, training, traces_whole)
+    has_triton = importlib.util.find_spec("triton") is not None
+    return Situation(device.type, capability, settings, fullgraph, training, traces_whole, has_triton)
 
 
 def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compiler: Compiler = "inductor") -> MoeBackend:

@@ -1,7 +1,7 @@
 """From what was asked for to what runs: the rules applied to one block, and what happens when they forbid it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -58,6 +58,7 @@ def decide(
     Raises:
         RuleError: if the backend is not legal and `on_reject` is "error", or nothing is legal.
     """
+    situation = replace(situation, dynamic_tokens=isinstance(tokens, torch.SymInt))
     reasons = {name: "; ".join(found) for name, found in all_reasons(spec, situation).items() if found}
     legal = legal_names(spec, situation)
     name = auto_name(spec, situation, tokens) if asked == AUTO else asked

@@ -7,7 +7,15 @@ from moe_compile.modes import nearest
 from moe_compile.passes import Lowering
 from moe_compile.passes.lower_batched_mm import lower_batched_mm
 from moe_compile.passes.lower_grouped_mm import lower_grouped_mm
-from moe_compile.rules import Predicate, Situation, batched_mm_reasons, eager_reasons, grouped_mm_reasons
+from moe_compile.passes.lower_triton import lower_triton
+from moe_compile.rules import (
+    Predicate,
+    Situation,
+    batched_mm_reasons,
+    eager_reasons,
+    grouped_mm_reasons,
+    triton_reasons,
+)
 from moe_compile.spec import ExpertsSpec
 
 AUTO = "auto"
@@ -39,6 +47,7 @@ class ExpertsBackend:
 _BACKENDS = (
     ExpertsBackend("grouped_mm", grouped_mm_reasons, lower_grouped_mm, True, False, "sort and one grouped GEMM"),
     ExpertsBackend("batched_mm", batched_mm_reasons, lower_batched_mm, True, True, "weight gather and bmm"),
+    ExpertsBackend("triton", triton_reasons, lower_triton, False, True, "own kernels, gathering and scattering rows"),
     ExpertsBackend("eager", eager_reasons, None, True, True, "the model's own code"),
 )
 EXPERTS_BACKENDS = {record.name: record for record in _BACKENDS}

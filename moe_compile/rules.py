@@ -24,6 +24,8 @@ class Situation:
         fullgraph: whether `torch.compile(fullgraph=True)` was asked for.
         training: whether gradients will be computed.
         own_code_traces_whole: whether Dynamo can trace the model's own code for this block as one graph.
+        has_triton: whether triton is installed.
+        dynamic_tokens: whether the token count is symbolic.
     """
 
     device_type: str = "cpu"
@@ -32,6 +34,8 @@ class Situation:
     fullgraph: bool = False
     training: bool = False
     own_code_traces_whole: bool = False
+    has_triton: bool = False
+    dynamic_tokens: bool = False
 
 
 Predicate = Callable[[ExpertsSpec, Situation], tuple[str, ...]]
@@ -71,4 +75,26 @@ def grouped_mm_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ..
         reasons += (
             f"grouped_mm is documented as incompatible with CUDA graphs, which {situation.settings.label} uses",
         )
+    return reasons
+
+
+def triton_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
+    """Own kernels: CUDA from SM80 on, every mode, three dtypes; static token counts, inference.
+
+    With symbolic sizes Inductor of torch 2.11 fails on the kernels' launch grids.
+    """
+    reasons = _unquantised("triton", spec)
+    if spec.weight_dtype == torch.float64:
+        reasons += ("triton takes bfloat16, float16 or float32 weights, these are torch.float64",)
+    if situation.device_type != "cuda":
+        reasons += (f"triton needs a CUDA device, the block is on {situation.device_type}",)
+    elif situation.capability is None or situation.capability < (8, 0):
+        found = "unknown" if situation.capability is None else "{}.{}".format(*situation.capability)
+        reasons += (f"triton needs compute capability 8.0, this is {found}",)
+    if not situation.has_triton:
+        reasons += ("triton is not installed",)
+    if situation.dynamic_tokens:
+        reasons += ("triton compiles for static token counts only, here it is symbolic",)
+    if situation.training:
+        reasons += ("triton has no backward yet",)
     return reasons

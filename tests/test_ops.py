@@ -37,7 +37,7 @@ def test_permuted_tokens_permute_the_output():
     permuted = replace(
         inputs, x=inputs.x[permutation], ids=inputs.ids[permutation], weights=inputs.weights[permutation]
     )
-    torch.testing.assert_close(canonical(permuted), canonical(inputs)[permutation])
+    assert_same_up_to_rounding(canonical(permuted), canonical(inputs)[permutation])
 
 
 def test_a_batch_can_be_split():
@@ -46,7 +46,12 @@ def test_a_batch_can_be_split():
         replace(inputs, x=inputs.x[part], ids=inputs.ids[part], weights=inputs.weights[part])
         for part in (slice(0, 10), slice(10, 33))
     ]
-    torch.testing.assert_close(torch.cat([canonical(part) for part in parts]), canonical(inputs))
+    assert_same_up_to_rounding(torch.cat([canonical(part) for part in parts]), canonical(inputs))
+
+
+def assert_same_up_to_rounding(actual, expected):
+    """A product of fewer rows may sum in another order, which costs a few roundings of the largest value."""
+    assert (actual - expected).abs().max() <= 8 * torch.finfo(expected.dtype).eps * expected.abs().max()
 
 
 def test_empty_experts_get_a_gradient_of_exactly_zero():

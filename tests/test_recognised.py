@@ -42,7 +42,7 @@ def test_a_block_is_lowered_with_all_gradients(name, experts):
     assert found.chosen in ("grouped_mm_fallback", "batched_mm")
 
 
-def test_a_refused_block_stays_and_explain_says_why():
+def test_a_refused_block_stays_and_the_warning_says_why():
     name = next(iter(REFUSED))
     torch.manual_seed(0)
     model, x = REFUSED[name][0](), torch.randn(9, D)

@@ -1,6 +1,7 @@
 """The documented table, cell by cell, from the predicates; and what reaches Inductor."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,10 +33,13 @@ def test_the_documented_table(mode, dtype, fullgraph):
 
 
 def test_records_agree_with_their_predicates():
-    in_cuda_graphs = Situation(settings=CompileSettings("reduce-overhead"))
+    usual = Situation("cuda", (9, 0), has_triton=True)
     for name, record in EXPERTS_BACKENDS.items():
         assert record.name == name
+        assert not record.reasons(ExpertsSpec(), usual)
+        in_cuda_graphs = replace(usual, settings=CompileSettings("reduce-overhead"))
         assert record.cuda_graph_safe == (not record.reasons(ExpertsSpec(), in_cuda_graphs))
+        assert record.has_backward == (not record.reasons(ExpertsSpec(), replace(usual, training=True)))
 
 
 @pytest.mark.parametrize("quantisation", ["fp8", "fp4"])
