@@ -1,5 +1,6 @@
 """`moe_compile.backend(...)`: the object that goes to `torch.compile(model, backend=...)`."""
 
+import functools
 import importlib.util
 import threading
 import warnings
@@ -238,8 +239,12 @@ def device_situation(
 ) -> Situation:
     """A situation on a device, with its capability filled in."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    has_triton = importlib.util.find_spec("triton") is not None
-    return Situation(device.type, capability, settings, fullgraph, training, traces_whole, has_triton)
+    return Situation(device.type, capability, settings, fullgraph, training, traces_whole, _has_triton())
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compiler: Compiler = "inductor") -> MoeBackend:

@@ -120,8 +120,8 @@ def _check_grouped_linear(rows_ND: Tensor, weight: Tensor, bias: Tensor | None, 
     return out
 
 
-def _groups(offsets_E: Tensor) -> list[tuple[int, int]]:
-    """(start, end) of each expert's rows; reads the offsets on the host."""
+def groups(offsets_E: Tensor) -> list[tuple[int, int]]:
+    """(start, end) of each expert's rows, from the ends (E,); reads them on the host, once."""
     ends = offsets_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -139,7 +139,7 @@ def _grouped_linear(
     rows_ND = rows_ND.to(weight.dtype)
     out_NO = rows_ND.new_zeros(rows_ND.shape[0], out)
     with _own_dtypes(rows_ND):
-        for expert, (start, end) in enumerate(_groups(offsets_E)):
+        for expert, (start, end) in enumerate(groups(offsets_E)):
             matrix = weight[expert] if transposed else weight[expert].T
             product = rows_ND[start:end] @ matrix
             out_NO[start:end] = product if bias is None else product + bias[expert]
@@ -163,7 +163,7 @@ def _grouped_linear_grads(
     grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     grad_bias = weight.new_zeros((weight.shape[0], grad_NO.shape[1]) if has_bias else (0,))
     with _own_dtypes(rows):
-        for expert, (start, end) in enumerate(_groups(offsets_E)):
+        for expert, (start, end) in enumerate(groups(offsets_E)):
             grad, part = grad_NO[start:end], rows[start:end]
             grad_rows[start:end] = grad @ (weight[expert].T if transposed else weight[expert])
             grad_weight[expert] = part.T @ grad if transposed else grad.T @ part

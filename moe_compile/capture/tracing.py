@@ -2,12 +2,12 @@
 
 Dynamo offers no public way to ask, while it traces a function, which backend the graph is for, under which options,
 or which module is being traced. All reads of its internals are in this file: `InstructionTranslator.current_tx()`,
-its `output.compiler_fn` (the backend, wrapped by `torch.compile`), `one_graph` (fullgraph), `symbolic_locals`, and the
-guards of the current `TracingContext`. Tried with torch 2.11 and 2.13.
+its `output.compiler_fn` (the backend, wrapped by `torch.compile`), `one_graph` (fullgraph), `symbolic_locals`, and
+the guards of the trace. Tried with torch 2.11 and 2.13.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
-from torch._guards import TracingContext
 
 
 @dataclass(frozen=True)
@@ -129,21 +128,3 @@ def guard_identity(translator: InstructionTranslatorBase, name: str) -> None:
     variable = translator.symbolic_locals[name].realize()
     if variable.source is not None:
         install_guard(variable.make_guard(GuardBuilder.ID_MATCH))
-
-
-def in_tracing_context() -> bool:
-    """Whether guards can be added: a backend may also be called by hand, outside Dynamo."""
-    return TracingContext.try_get() is not None
-
-
-def frames(translator: InstructionTranslatorBase) -> Iterator[InstructionTranslatorBase]:
-    """The traced frames from the innermost outwards."""
-    current: InstructionTranslatorBase | None = translator
-    while current is not None:
-        yield current
-        current = getattr(current, "parent", None)
-
-
-def source_line(translator: InstructionTranslatorBase) -> str:
-    """`file.py:123` of the line that a traced frame is at."""
-    return f"{translator.f_code.co_filename}:{translator.lineno}"

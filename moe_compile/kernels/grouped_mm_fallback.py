@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_compile.errors import BlockInputError
+from moe_compile.ops import groups
 
 _FORWARD = "moe::grouped_mm_fallback"
 _BACKWARD = "moe::grouped_mm_fallback_backward"
@@ -67,20 +68,15 @@ def _check(rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
         raise BlockInputError(_FORWARD, found, "Pass rows in the weight's dtype and integer offsets")
 
 
-def _groups(offsets: Tensor) -> list[tuple[int, int]]:
-    ends = offsets.tolist()  # the one host synchronisation
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
 @torch.library.impl(_FORWARD, "CompositeExplicitAutograd")
 def _forward(rows_NI: Tensor, weight_EIO: Tensor, offsets_E: Tensor, digest: str) -> Tensor:
     _check(rows_NI, weight_EIO, offsets_E)
     out_NO = rows_NI.new_empty(rows_NI.shape[0], weight_EIO.shape[2])
-    groups = _groups(offsets_E)
-    for expert, (start, end) in enumerate(groups):
+    ranges = groups(offsets_E)
+    for expert, (start, end) in enumerate(ranges):
         if start < end:
             torch.mm(rows_NI[start:end], weight_EIO[expert], out=out_NO[start:end])
-    out_NO[groups[-1][1] :].zero_()
+    out_NO[ranges[-1][1] :].zero_()
     return out_NO
 
 
@@ -95,8 +91,8 @@ def _backward(
     grad_NO: Tensor, rows_NI: Tensor, weight_EIO: Tensor, offsets_E: Tensor, needs_rows: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     grad_rows, grad_weight = _empty_gradients(rows_NI, weight_EIO, needs_rows, needs_weight)
-    groups = _groups(offsets_E)
-    for expert, (start, end) in enumerate(groups):
+    ranges = groups(offsets_E)
+    for expert, (start, end) in enumerate(ranges):
         if needs_rows and start < end:
             torch.mm(grad_NO[start:end], weight_EIO[expert].T, out=grad_rows[start:end])
         if needs_weight and start < end:
@@ -104,7 +100,7 @@ def _backward(
         elif needs_weight:
             grad_weight[expert].zero_()
     if needs_rows:
-        grad_rows[groups[-1][1] :].zero_()
+        grad_rows[ranges[-1][1] :].zero_()
     return grad_rows, grad_weight
 
 
