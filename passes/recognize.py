@@ -11,9 +11,12 @@ A block that is not proven stays as it was, and the reason is returned.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
 
 from moe_compile.passes import gather, recognize_batched_mm, recognize_expert_loop, recognize_grouped_mm, rowwise
 from moe_compile.passes.block import Block, merge
@@ -255,6 +258,7 @@ def _replace(replacement: Replacement, tag: str) -> None:
     graph, last = replacement.graph_module.graph, replacement.last
     keys = [key for key in META_KEYS if key in last.meta] or [META_KEYS[0]]
     context = {key: last.meta[key] for key in _COPIED_META if key in last.meta}
+    trains = any(isinstance(v := value_of(n), Tensor) and v.requires_grad for n in (last, *replacement.region))
     sources = iter(replacement.inputs)
     copies: dict[Node, Node] = {}
     after = set(_following(last))
@@ -266,7 +270,7 @@ def _replace(replacement: Replacement, tag: str) -> None:
                 result = copies[node.args[0]]  # type: ignore[index]
             else:
                 copies[node] = copy = graph.node_copy(node, copies.__getitem__)
-                copy.meta = context | dict.fromkeys(keys, node.meta["val"])
+                copy.meta = context | dict.fromkeys(keys, _like_traced(node.meta["val"], trains))
                 if node.target is torch.ops.moe.dispatch.default:
                     copy.args = (*copy.args[:3], tag)
     for output in replacement.outputs:
@@ -277,6 +281,13 @@ def _replace(replacement: Replacement, tag: str) -> None:
     if erased:
         # Exported programs list their outputs by name.
         result.name = erased[-1]
+
+
+def _like_traced(value: Any, trains: bool) -> Any:
+    """A fake value that says whether a backward may follow, as Dynamo's own do; the passes trace without autograd."""
+    if not trains:
+        return value
+    return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), value)
 
 
 def _following(node: Node) -> Iterator[Node]:
