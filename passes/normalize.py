@@ -141,7 +141,7 @@ def _input_value(node: Node) -> Any:
 
 
 def _step(node: Node, env: dict[Node, Any], owner: dict[Node, Node]) -> None:
-    if _is_random(node):
+    if is_random(node):
         raise NotProvenError(f"{name_of(node)} draws random numbers", node)
     proxies = get_proxy_mode()
     assert proxies is not None
@@ -180,7 +180,7 @@ def _call_method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return args[0].copy_(twin(*args[1:], **kwargs))
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
     """Whether a node draws random numbers, from its name: dropout cannot be functionalised apart from autograd."""
     name = name_of(node)
     if "dropout" in name:

@@ -1,0 +1,1 @@
+"""Assume and discharge: experts blocks whose Python asks for data, made one graph without a word from the user."""
