@@ -79,7 +79,9 @@ class Block:
         leaves: operators that pick rows of an outside value.
         passed: operators that equal one of their operands on every row of a real expert, or in another order of rows.
         weighted: outputs that weigh and sum in one product -> the routing weight.
-        fills: buffers with one row per pair -> (expert, its rows) of those that have written so far.
+        fills: values put together of each expert's rows -> (expert, its rows) of those that have written so far.
+        cuts: values that are one expert's part of all sorted rows -> those.
+        counted: unbacked symbol -> the sum of ends of experts that it is; see `recognize_split`.
         num_experts: E, each with the operator that says so.
         needs_masking: operators that are right only if the rows of sentinels end up as zeros, each with what it does.
         failures: proofs that did not go through, in order.
@@ -99,6 +101,8 @@ class Block:
     passed: dict[Node, Node] = field(default_factory=dict)
     weighted: dict[Node, Node] = field(default_factory=dict)
     fills: dict[Node, tuple[tuple[int, Node], ...]] = field(default_factory=dict)
+    cuts: dict[Node, Node] = field(default_factory=dict)
+    counted: dict[Any, dict[int, int]] = field(default_factory=dict)
     num_experts: list[tuple[int, Node]] = field(default_factory=list)
     needs_masking: list[tuple[Node, str]] = field(default_factory=list)
     failures: list[NotProvenError] = field(default_factory=list)
@@ -177,6 +181,8 @@ class Block:
     def _derive(self, node: Node, rules: dict[Any, list[Rule]], elementwise: Rule) -> None:
         if node.target is operator.getitem and node.args[0] in self.outputs:
             found: Any = self.outputs[node.args[0]][int(node.args[1])]  # type: ignore[arg-type, index]
+            if found is not None and node.args[0] in self.cuts:
+                self.passed[node] = self.cuts[node] = self.cuts[node.args[0]]  # type: ignore[index]
         else:
             found = None
             for rule in rules.get(node.target, ()):

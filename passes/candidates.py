@@ -24,6 +24,7 @@ from moe_compile.passes.blocks import META_KEYS
 
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 _SORTS = frozenset({"sort", "argsort"})
+_READS = frozenset({"item", "_local_scalar_dense", "tolist"})
 _GATHERS = frozenset({"getitem", "index", "index_select"})
 _MASKS = frozenset({"one_hot", "eq"})
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "_to_copy"})
@@ -87,7 +88,7 @@ def find_candidates(gm: GraphModule) -> list[Candidate]:
     nodes = list(gm.graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     roots: dict[Node, tuple[str, Node, int | torch.SymInt]] = {}
-    grouped = any(name_of(node) in GROUPED for node in nodes)
+    grouped = any(name_of(node) in GROUPED | _READS for node in nodes)
     for node in nodes:
         form = _form_of_seed(node, grouped)
         if form is not None:
@@ -260,14 +261,15 @@ def _depending(
         for target in mutated_arguments(node):
             if _is_row_like(value_of(target), pairs, top_k):
                 push(user for user in target.users if position[user] > position[node])
-        if _is_integer(value) and any(o in routing for o in node.all_input_nodes):
+        # Dynamo keeps no value of an entry that the host reads next.
+        if (value is None or _is_integer(value)) and any(o in routing for o in node.all_input_nodes):
             routing.add(node)
             push(node.users)
         elif _is_row_like(value, pairs, top_k) or name_of(node) in GROUPED:
             push(node.users)
         elif name_of(node) in _REDUCERS:
             push(_casts(node))
-        elif name_of(node) in ("histc", "sum", "cumsum", "float", "bincount", "split", "chunk", "unbind", "_to_copy"):
+        elif name_of(node) in ("histc", "sum", "cumsum", "float", "bincount", "split", "chunk", "unbind", "_to_copy", "scatter", "scatter_"):
             routing.add(node)
             push(node.users)
     return order, routing
@@ -326,6 +328,8 @@ def _confirmed_form(form: str, region: list[Node]) -> str | None:
         return "grouped_mm"
     masks = sum(name in ("where", "nonzero", "nonzero_numpy", "index", "getitem") for name in names)
     products = sum(name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum") for name in names)
-    if form == "grouped_mm" or not masks or not products:
+    if not masks or not products:
         return None
+    if form == "grouped_mm":
+        return "expert_split" if any(name in _READS for name in names) else None
     return form

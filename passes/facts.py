@@ -4,8 +4,8 @@
     hidden     (T, D)   outside, no fact             rows     (S, None)  x[order // K]: axis 0 counts sorted rows
 
 Every axis of a value that has a fact is labelled with what it counts: tokens "T", slots "K", pairs "N" (flat index
-t*K + k), sorted positions "S", experts "E", the pairs of expert e "R<e>", or None for features. A label speaks of
-positions, not of contents. A value without a fact comes from outside the block.
+t*K + k), sorted positions "S", experts "E", the pairs of expert e "R<e>", its part of the sorted positions "S<e>", those of all experts
+"P", or None for features. A label speaks of positions, not of contents. A value without a fact comes from outside the block.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 Label = str | None
-Size = int | torch.SymInt
+Size = int | torch.SymInt | sympy.Expr
 
 Kind = Literal[
     "ids",  # expert of each pair
@@ -32,6 +32,8 @@ Kind = Literal[
     "sentinel",  # ids >= E
     "counts",  # pairs per expert
     "offsets",  # cumulated counts
+    "count",  # pairs of one expert
+    "end",  # pairs of the experts up to one
     "parameter",  # weight[ids]: what an expert owns, per pair
     "rows",  # depends, along its labelled axes, on nothing but the same pair
     "read",  # out[token], to be added to
@@ -47,7 +49,7 @@ class Fact:
     Attributes:
         kind: see `Kind`.
         labels: one per axis.
-        expert: of a mask or of positions.
+        expert: of a mask, of positions, of a count or an end, and of a part of the sorted positions.
         columns: of positions: label of each column's axis.
         clamped: ids that had sentinels pressed into the range of real experts.
         exact: counts that leave sentinels out, whatever the ids.
@@ -69,7 +71,9 @@ class Fact:
 
 def expression(size: Size) -> Any:
     """A size as a sympy expression in canonical form."""
-    return sympy.expand(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    if isinstance(size, torch.SymInt):
+        return sympy.expand(size.node.expr)
+    return size if isinstance(size, sympy.Basic) else sympy.Integer(size)
 
 
 def same_size(left: Size, right: Size) -> bool:
@@ -78,10 +82,15 @@ def same_size(left: Size, right: Size) -> bool:
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:
-    """The fake shape of a value of the normal form."""
+    """The shape of a value of the normal form: the fake one, or what was found out about it since."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
-    return tuple(value.shape)
+    sizes: tuple[Size, ...] = node.meta.get(SIZES) or tuple(value.shape)
+    return sizes
+
+
+SIZES = "sizes"
+"""Where a node keeps a shape in which sizes that were found to be equal are written alike."""
 
 
 def is_tensor(node: Any) -> bool:

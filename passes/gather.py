@@ -166,7 +166,7 @@ def _scatter_sorted_rows(block: Block, node: Node) -> Fact | None:
 
 
 def _add_to_tokens(block: Block, node: Node, base: Node, label: Label, rows: Node) -> Fact | None:
-    if block.kind(rows) != "rows" or block.facts[rows].labels != (label, None) or label not in ("S", "N"):
+    if block.kind(rows) != "rows" or block.facts[rows].labels != (label, None) or label not in ("S", "N", "C"):
         return None
     if not block.is_outside(base) or len(shape_of(base)) != 2 or not block.is_leading(base, block.num_tokens):
         raise NotProvenError(f"{node.name} adds rows to a buffer that has not one entry per token", node)

@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
-from moe_compile.passes import gather, recognize_batched_mm, recognize_expert_loop, recognize_grouped_mm, rowwise
+from moe_compile.passes import (
+    gather,
+    recognize_batched_mm,
+    recognize_expert_loop,
+    recognize_grouped_mm,
+    recognize_split,
+    rowwise,
+)
 from moe_compile.passes.block import Block, merge
 from moe_compile.passes.blocks import META_KEYS
 from moe_compile.passes.boundary import Boundary, Contexts, find_contexts, without_foreign_writes
@@ -37,6 +44,7 @@ _RULES = merge(
         gather.RULES,
         recognize_grouped_mm.RULES,
         recognize_batched_mm.RULES,
+        recognize_split.RULES,
         recognize_expert_loop.RULES,
         rowwise.RULES,
     )
@@ -218,7 +226,7 @@ def _looks_like_experts(block: Block) -> bool:
     names = {name_of(node) for node in block.form.graph.nodes}
     loops = len(experts) > 1 and bool(names & {"nonzero", "index"})
     gathers = "parameter" in kinds or any(_gathers_matrices(block, node) for node in block.form.graph.nodes)
-    return bool(block.projections) or bool(names & GROUPED) or gathers or loops
+    return bool(block.projections) or bool(names & GROUPED) or bool(block.counted) or gathers or loops
 
 
 def _gathers_matrices(block: Block, node: Node) -> bool:
@@ -228,7 +236,7 @@ def _gathers_matrices(block: Block, node: Node) -> bool:
 
 def _form(block: Block, plan: Plan) -> str:
     if not all(product.stacked for product in plan.products.values()):
-        return "expert_loop"
+        return "expert_split" if block.cuts else "expert_loop"
     grouped = any(fact.kind == "offsets" for fact in block.facts.values())
     return "grouped_mm" if grouped else "batched_mm"
 

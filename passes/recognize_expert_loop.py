@@ -249,7 +249,7 @@ class _Comparison:
 
     def compare(self, first: Node, other: Node) -> None:
         """Compares two operators of the block, and all that they are made of."""
-        if self.pairs.get(other) is first:
+        if first is other or self.pairs.get(other) is first:
             return
         self.pairs[other] = first
         fact, twin = self.block.fact(first), self.block.fact(other)
@@ -258,6 +258,8 @@ class _Comparison:
             raise self._differs(first, other)
         if fact.kind in _INDICES or fact.kind == "mask":
             return
+        if first in self.block.cuts and other in self.block.cuts:
+            return self.compare(self.block.cuts[first], self.block.cuts[other])
         same_names = len(first.args) == len(other.args) and first.kwargs.keys() == other.kwargs.keys()
         if first.target != other.target or not same_names:
             raise self._differs(first, other)
@@ -269,7 +271,8 @@ class _Comparison:
 
     def _moved(self, labels: tuple[Label, ...]) -> tuple[Label, ...]:
         return tuple(
-            f"R{self.expert}{label[2:]}" if label is not None and label.startswith("R0") else label for label in labels
+            f"{label[0]}{self.expert}{label[2:]}" if label is not None and label[:2] in ("R0", "S0") else label
+            for label in labels
         )
 
     def _argument(self, place: tuple[Node, int], a: Any, b: Any, other: Node) -> None:

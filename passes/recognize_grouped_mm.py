@@ -164,14 +164,14 @@ def _scatter_to_pairs(block: Block, node: Node) -> Fact | None:
         base, indices, values = arguments(node)[:3]
         index = indices[0] if len(indices) == 1 else None
         accumulates = bool(arguments(node)[3]) if len(arguments(node)) > 3 else False
-    if block.kind(index) != "pair" or block.facts[index].labels[0] != "S" or not block.is_outside(base):
+    if block.kind(index) != "pair" or block.facts[index].labels[0] not in ("S", "C") or not block.is_outside(base):
         return None
     if not block.is_leading(base, block.pairs) or (accumulates and not is_constant_fill(base, 0)):
         return None
-    if is_arange(values, block.pairs):
+    if is_arange(values, block.pairs) and block.facts[index].labels[0] == "S":
         return Fact("inverse", ("N",))
     fact = block.fact(values)
-    if fact is None or fact.kind != "rows" or fact.labels[0] != "S":
+    if fact is None or fact.kind != "rows" or fact.labels[0] != block.facts[index].labels[0]:
         return None
     block.passed[node] = values
     return Fact("rows", ("N", *fact.labels[1:]))
