@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_compile.passes.facts import Fact, Size, expression, is_tensor, same_size, shape_of
+from moe_compile.passes.facts import Fact, Label, Size, expression, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import NormalForm
 
@@ -33,6 +33,18 @@ FRESH = (
     aten.new_empty.default,
     aten.new_full.default,
     aten.new_ones.default,
+)
+# Kinds that are numbers of the router's, as good as values from outside where no rule knows better.
+OPEN = ("ids", "gates", "onehot", None)
+# What changes neither numbers nor their order, as long as there are as many.
+UNMOVED = (
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.slice.Tensor,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
 )
 Rule = Callable[["Block", Node], Fact | tuple[Fact | None, ...] | None]
 
@@ -72,11 +84,13 @@ class Block:
         top_k: K.
         distinct: a token's ids are known to differ from each other.
         below: the ids are known to be smaller than this; None if nothing is known.
+        dense: every expert may run on every token.
         facts: operator -> fact; operators without one come from outside.
         outputs: operators with several results -> a fact for each.
         projections: operator -> the product that it is.
         unproven: operators that read the block and got no fact, and all that depends on them.
         leaves: operators that pick rows of an outside value.
+        tokens: values from outside that every expert reads whole.
         passed: operators that equal one of their operands on every row of a real expert, or in another order of rows.
         weighted: outputs that weigh and sum in one product -> the routing weight.
         fills: values put together of each expert's rows -> (expert, its rows) of those that have written so far.
@@ -93,11 +107,13 @@ class Block:
     top_k: int
     distinct: bool
     below: Size | None
+    dense: bool = False
     facts: dict[Node, Fact] = field(default_factory=dict)
     outputs: dict[Node, tuple[Fact | None, ...]] = field(default_factory=dict)
     projections: dict[Node, Projection] = field(default_factory=dict)
     unproven: set[Node] = field(default_factory=set)
     leaves: set[Node] = field(default_factory=set)
+    tokens: set[Node] = field(default_factory=set)
     passed: dict[Node, Node] = field(default_factory=dict)
     weighted: dict[Node, Node] = field(default_factory=dict)
     fills: dict[Node, tuple[tuple[int, Node], ...]] = field(default_factory=dict)
@@ -115,7 +131,7 @@ class Block:
     def derive(self, rules: dict[Any, list[Rule]], elementwise: Rule) -> None:
         """Runs the rules over the normal form, in order."""
         for node in self.form.graph.nodes:
-            if node.op != "call_function" or not self._touches(node):
+            if node.op != "call_function" or node.target in FRESH or not self._touches(node):
                 continue
             try:
                 self._require_proven_operands(node)
@@ -133,9 +149,7 @@ class Block:
         """Whether an operator without a fact depends on nothing but ids and what is outside, or is a mere size."""
         if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | int | bool):
             return True
-        if node.target in FRESH:
-            return True
-        return all(o not in self.unproven and self.kind(o) in ("ids", None) for o in node.all_input_nodes)
+        return all(o not in self.unproven and self.kind(o) in OPEN for o in node.all_input_nodes)
 
     def _require_proven_operands(self, node: Node) -> None:
         unproven = [operand for operand in node.all_input_nodes if operand in self.unproven]
@@ -154,6 +168,20 @@ class Block:
     def is_outside(self, node: Any) -> bool:
         """Whether an argument is a tensor about which no fact is known."""
         return is_tensor(node) and node not in self.facts and node not in self.unproven
+
+    def is_open(self, node: Any) -> bool:
+        """Whether an argument is a number, or a value that the router made or that comes from outside."""
+        return not is_tensor(node) or (node not in self.unproven and self.kind(node) in OPEN)
+
+    def turns(self, node: Node, labels: list[Label], before: list[Size]) -> list[Label] | None:
+        """The labels of a value that is repeated along a new axis, once for each expert; None for any other."""
+        if not self.dense or not self.num_experts or "E" in labels or "ET" in labels:
+            return None
+        experts = self.num_experts[0][0]
+        grown = [axis for axis, size in enumerate(shape_of(node)) if not same_size(size, before[axis])]
+        if len(grown) != 1 or labels[grown[0]] is not None or not same_size(shape_of(node)[grown[0]], experts):
+            return None
+        return ["E" if axis == grown[0] else label for axis, label in enumerate(labels)]
 
     def is_token(self, node: Any) -> bool:
         """Whether an argument counts tokens; with one slot per token, pairs are tokens."""
@@ -228,9 +256,9 @@ def is_constant_fill(node: Any, value: float) -> bool:
         return False
     if value == 0 and node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return True
-    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default):
         return bool(node.args[-1] == value)
-    if node.target in (aten.view.default, aten.expand.default, aten._to_copy.default, aten.clone.default):
+    if node.target in (*UNMOVED, aten.expand.default):
         return is_constant_fill(node.args[0], value)
     return False
 
@@ -247,7 +275,9 @@ def is_arange(node: Any, size: Size) -> bool:
         return bool(start == 0 and step == 1) and same_size(shape_of(node)[0], size)
     if node.target is aten.arange.start:
         return bool(node.args[0] == 0) and same_size(shape_of(node)[0], size)
-    return node.target is aten._to_copy.default and is_arange(node.args[0], size)
+    if node.target in UNMOVED and same_size(node.meta["val"].numel(), size):
+        return is_arange(node.args[0], size)
+    return False
 
 
 def is_uninitialised(node: Any) -> bool:

@@ -11,7 +11,7 @@ costs correctness: what is in it is proven from its normal form.
 import heapq
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,18 +24,23 @@ from moe_compile.passes.blocks import META_KEYS
 
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 _SORTS = frozenset({"sort", "argsort"})
+_COUNTS = frozenset(
+    {"histc", "sum", "cumsum", "float", "bincount", "split", "chunk", "unbind", "_to_copy", "scatter", "scatter_"}
+)
 _READS = frozenset({"item", "_local_scalar_dense", "tolist"})
 _GATHERS = frozenset({"getitem", "index", "index_select"})
+# What every expert's outputs are put together by; stacked weights are not.
+_COMPUTED = frozenset({"stack", "einsum", "bmm", "baddbmm", "matmul", "add"})
 _MASKS = frozenset({"one_hot", "eq"})
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "_to_copy"})
 _RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as"})
 _TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "swapaxes"})
 _CUTS = frozenset({"select", "slice", "split", "chunk", "unbind", "narrow", "getitem"})
 _COPIES = frozenset({"contiguous", "clone", "alias", "detach", "repeat_interleave"})
-_VIEWS = _CASTS | _RESHAPES | _TRANSPOSES | _CUTS | _COPIES
+VIEWS = _CASTS | _RESHAPES | _TRANSPOSES | _CUTS | _COPIES
 # What leaves each pair's expert where it is; a slice of the ids, say, is other ids.
 _INTEGER_STEPS = _CASTS | _RESHAPES | _COPIES - {"repeat_interleave"} | {"clamp", "clamp_"}
-_BUFFERS = frozenset(
+BUFFERS = frozenset(
     {"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like", "arange"}
 )
 _REDUCERS = frozenset({"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "einsum", "bmm", "matmul"})
@@ -54,6 +59,8 @@ class Candidate:
         top_k: K.
         nodes: in graph order, without the root.
         seed: the node that gave it away.
+        hidden: of a dense form, the hidden states.
+        experts: of a dense form, the width of its matrix of weights.
     """
 
     form: str
@@ -62,6 +69,8 @@ class Candidate:
     top_k: int | torch.SymInt
     nodes: tuple[Node, ...]
     seed: Node
+    hidden: frozenset[Node] = frozenset()
+    experts: int | torch.SymInt | None = None
 
 
 def value_of(node: Node) -> Any:
@@ -83,26 +92,45 @@ def name_of(node: Node) -> str:
     return str(getattr(node.target, "__name__", ""))
 
 
-def find_candidates(gm: GraphModule) -> list[Candidate]:
-    """One scan over the nodes; more work only where something looks like routing."""
-    nodes = list(gm.graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    roots: dict[Node, tuple[str, Node, int | torch.SymInt]] = {}
-    grouped = any(name_of(node) in GROUPED | _READS for node in nodes)
-    for node in nodes:
+@dataclass
+class Seeds:
+    """What gives one tensor of expert ids away.
+
+    Attributes:
+        top_k: K.
+        by_form: spelling -> the nodes that look like it, in graph order.
+    """
+
+    top_k: int | torch.SymInt
+    by_form: dict[str, list[Node]] = field(default_factory=dict)
+
+
+def behind_views(node: Node) -> Node:
+    """What a value is a view or a cast of."""
+    while name_of(node) in VIEWS and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def find_seeds(gm: GraphModule) -> dict[Node, Seeds]:
+    """The tensors of expert ids, by what is done to them: one scan over the nodes."""
+    roots: dict[Node, Seeds] = {}
+    grouped = any(name_of(node) in GROUPED | _READS for node in gm.graph.nodes)
+    for node in gm.graph.nodes:
         form = _form_of_seed(node, grouped)
-        if form is not None:
-            found = _root(_integer_operand(node))
-            if found is not None:
-                roots.setdefault(found[0], (form, node, found[1]))
-    candidates = []
-    for root, (form, seed, top_k) in roots.items():
-        region = _region(root, top_k, position)
-        confirmed = _confirmed_form(form, region)
-        if confirmed is not None:
-            tokens = value_of(root).numel() // top_k
-            candidates.append(Candidate(confirmed, root, tokens, top_k, tuple(region), seed))
-    return candidates
+        found = _root(_index_operand(node)) if form is not None else None
+        if form is not None and found is not None:
+            roots.setdefault(found[0], Seeds(found[1])).by_form.setdefault(form, []).append(node)
+    return roots
+
+
+def sparse_region(root: Node, form: str, top_k: int | torch.SymInt, position: dict[Node, int]) -> Candidate | None:
+    """The candidate of one root, if rows are picked in it; more work only where something looks like routing."""
+    region = _region(root, top_k, position)
+    confirmed = _confirmed_form(form, region)
+    if confirmed is None:
+        return None
+    return Candidate(confirmed, root, value_of(root).numel() // top_k, top_k, tuple(region), region[0])
 
 
 def mutated_arguments(node: Node) -> list[Node]:
@@ -151,10 +179,15 @@ def _form_of_seed(node: Node, grouped: bool) -> str | None:
         return "grouped_mm" if grouped and not _is_order(_integer_operand(node)) else None
     if name in _MASKS:
         return "expert_loop"
+    if name == "gather" and isinstance(value_of(node), Tensor) and value_of(node).dim() > 2:
+        return "dense"
+    if name in ("scatter", "scatter_") and isinstance(value_of(node), Tensor) and value_of(node).dim() > 1:
+        return "dense" if value_of(node).is_floating_point() or value_of(node).dtype is torch.bool else None
     if name in _GATHERS and node.args and isinstance(node.args[0], Node):
         base = value_of(node.args[0])
         if isinstance(base, Tensor) and base.is_floating_point() and base.dim() >= 3:
-            return "batched_mm" if _integer_operand(node) is not None else None
+            form = "dense" if name_of(behind_views(node.args[0])) in _COMPUTED else "batched_mm"
+            return form if _integer_operand(node) is not None else None
     return None
 
 
@@ -170,6 +203,17 @@ def _is_integer(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return bool(value) and isinstance(value[-1], Tensor) and _is_integer(value[-1])
     return isinstance(value, torch.SymInt | torch.SymBool)
+
+
+def _index_operand(node: Node) -> Node | None:
+    """The integers that an operation looks at; those of a scatter and a gather stand in a place of their own."""
+    if name_of(node) in ("gather", "scatter", "scatter_"):
+        index = node.args[2] if len(node.args) > 2 else node.kwargs.get("index")
+        return index if isinstance(index, Node) else None
+    if name_of(node) in ("getitem", "index") and len(node.args) > 1 and isinstance(node.args[1], tuple | list):
+        indices = [i for i in node.args[1] if isinstance(i, Node) and _is_integer(value_of(i))]
+        return indices[-1] if indices else None
+    return _integer_operand(node)
 
 
 def _integer_operand(node: Node) -> Node | None:
@@ -204,8 +248,7 @@ def _root(node: Node | None) -> tuple[Node, int | torch.SymInt] | None:
     # Tokens of several sequences: what the model itself made of them first.
     by_rank = [[n for n in reversed(chain) if value_of(n).dim() == rank] for rank in (2, 1)]
     two = next((n for n in by_rank[0] if value_of(n).shape[-1] == top_k), None)
-    flat = two or next(iter(by_rank[1]), None)
-    return None if flat is None else (flat, top_k)
+    return two or next(iter(by_rank[1]), None) or chain[-1], top_k
 
 
 def _steps_on_integers(node: Node) -> bool:
@@ -269,7 +312,7 @@ def _depending(
             push(node.users)
         elif name_of(node) in _REDUCERS:
             push(_casts(node))
-        elif name_of(node) in ("histc", "sum", "cumsum", "float", "bincount", "split", "chunk", "unbind", "_to_copy", "scatter", "scatter_"):
+        elif name_of(node) in _COUNTS:
             routing.add(node)
             push(node.users)
     return order, routing
@@ -307,7 +350,7 @@ def _prelude(nodes: list[Node], inside: set[Node]) -> Iterator[Node]:
     front = [(operand, 0) for node in nodes for operand in node.all_input_nodes]
     while front:
         node, depth = front.pop()
-        if node in seen or depth >= _PRELUDE_DEPTH or name_of(node) not in _VIEWS | _BUFFERS | {"size"}:
+        if node in seen or depth >= _PRELUDE_DEPTH or name_of(node) not in VIEWS | BUFFERS | {"size"}:
             continue
         if name_of(node) == "getitem" and not _is_view_of(node.args[0]):
             continue
@@ -318,7 +361,7 @@ def _prelude(nodes: list[Node], inside: set[Node]) -> Iterator[Node]:
 
 def _is_view_of(base: Any) -> bool:
     """Whether taking an item of this is a view in front of a region, and not the result of some other operation."""
-    return isinstance(base, Node) and (isinstance(value_of(base), Tensor) or name_of(base) in _VIEWS)
+    return isinstance(base, Node) and (isinstance(value_of(base), Tensor) or name_of(base) in VIEWS)
 
 
 def _confirmed_form(form: str, region: list[Node]) -> str | None:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from moe_compile.passes.block import arguments, aten
+from moe_compile.passes.block import OPEN, arguments, aten
 from moe_compile.passes.candidates import value_of
-from moe_compile.passes.facts import Label, is_tensor, same_size, shape_of
+from moe_compile.passes.facts import Label, expression, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import probe, trace
-from moe_compile.passes.plan import Plan, Product, of_first_expert, unrepeated, without_unit_axes
+from moe_compile.passes.plan import GATES, Plan, Product, of_first_expert, unrepeated, without_unit_axes
 from moe_compile.passes.recognize_grouped_mm import untransposed
 from moe_compile.passes.rowwise import VIEWS, shape_equal
 
@@ -99,23 +99,27 @@ class _Writer:
         ids = self.outside(block.root)
         self.ids_TK = ids if ids.dim() == 2 else ids.reshape(-1, block.top_k)
         self.hidden = self.outside(plan.hidden)
+        if self.hidden.dim() != 2:
+            self.hidden = self.hidden.flatten(0, -2)
         routed = self.ids_TK.reshape(-1, 1) if plan.per_pair else self.ids_TK
         self.rows, self.offsets, self.order = torch.ops.moe.dispatch(self.hidden, routed, plan.num_experts)
         y = self.value(plan.rows, True)
-        y_NO = y.reshape(y.shape[0], -1) if y.dim() != 2 else y
+        y_NO = y.reshape(self.rows.shape[0], -1) if y.dim() != 2 else y
         weights = self.weights_TK(y_NO)
         offsets = None if plan.ends_in_product else self.offsets
         out = torch.ops.moe.combine(y_NO, weights, self.order, plan.dtype, offsets)
         if plan.start is not None:
             out = self.outside(plan.start) + out
         shape = shape_of(plan.output)
-        return out if len(shape) == 2 else out.reshape(out.shape[0], *shape[1:])
+        return out if len(shape) == 2 else out.reshape([self._size(size) for size in shape])
 
     def weights_TK(self, y_NO: Tensor) -> Tensor:  # noqa: N802
         """The routing weights, ones if there are none at the end."""
         weights = self.plan.weights
         if weights is None:
             return y_NO.new_ones(self.ids_TK.shape)
+        if self.block.kind(weights) in GATES:
+            return self.gates_TK(weights, y_NO)
         if self.plan.weights_per_slot:
             return self.outside(weights).reshape(self.ids_TK.shape)
         # (T, K, 1) and (T, K) from outside need no picking.
@@ -123,6 +127,26 @@ class _Writer:
         if weights not in self.block.facts and len(per_slot[0]) == 2 and all(map(same_size, *per_slot)):
             return self.outside(weights).reshape(self.ids_TK.shape)
         return self.operand(weights, self.plan.weights_labels, False).reshape(self.ids_TK.shape)
+
+    def gates_TK(self, node: Node, like: Tensor) -> Tensor:  # noqa: N802
+        """The numbers that a matrix of tokens and experts, or a column of it, holds for the pairs."""
+        fact = self.block.facts[node]
+        if fact.kind == "mask":
+            return like.new_ones(self.ids_TK.shape, dtype=value_of_node(node).dtype)
+        if fact.expert is not None and fact.base is not None and self.block.kind(fact.base) is None:
+            found = self.outside(fact.base).reshape(self.ids_TK.shape)
+            return found.to(value_of_node(node).dtype)
+        matrix = node if fact.expert is None else fact.base
+        assert matrix is not None
+        labels = self.block.facts[matrix].labels
+        value = self.outside(matrix)
+        if "ET" in labels:
+            value_TE = value.reshape(self.plan.num_experts, -1).t()
+        else:
+            axes = [axis for axis, label in enumerate(labels) if label is not None and label != "E"]
+            others = [axis for axis, label in enumerate(labels) if label is None]
+            value_TE = value.permute(*axes, labels.index("E"), *others).reshape(-1, self.plan.num_experts)
+        return value_TE.gather(1, self.ids_TK.long()).to(value_of_node(node).dtype)
 
     # Values of the block ---------------------------------------------------------------------------------------------
 
@@ -138,8 +162,15 @@ class _Writer:
         product = self.plan.products.get(node)
         if product is not None:
             return self._product(node, product)
+        if node in block.tokens:
+            return self._along(self.hidden, 0, "T", in_order).reshape(self._shape(node))
+        if block.kind(node) in GATES:
+            weights = self.gates_TK(node, self.hidden).flatten()
+            return self._along(weights, 0, "N", in_order).reshape(self._shape(node))
         if node in block.fills:
             rows = self.value(of_first_expert(block.fills[node]), in_order)
+            if "E" in block.facts[node].labels:
+                return rows.unsqueeze(block.facts[node].labels.index("E"))
             return rows.unsqueeze(1) if block.facts[node].labels[:2] == ("T", "K") else rows
         if node in block.passed:
             return self.operand(block.passed[node], block.facts[node].labels, in_order)
@@ -245,7 +276,8 @@ class _Writer:
         labels, shape = self.block.facts[node].labels, shape_of(node)
         sizes: list[Any] = []
         for axis, (label, size) in enumerate(zip(labels, shape, strict=True)):
-            if label == "K":
+            # Of tokens along several axes, the first takes all rows.
+            if label in ("K", "E") or (label is not None and label[0] == "T" and label[1:] not in ("", "0")):
                 sizes.append(1)
             elif label is not None:
                 sizes.append(self.rows.shape[0])
@@ -255,13 +287,24 @@ class _Writer:
                 sizes.append(self.outside(arguments(node)[1][axis]))
         return sizes
 
+    def _size(self, size: Any) -> Any:
+        """A size of the output, as the traced inputs have it."""
+        wanted = expression(size)
+        if wanted.is_Integer:
+            return int(wanted)
+        for value in self.constants.values():
+            for own in value.shape if isinstance(value, Tensor) else (value,):
+                if isinstance(own, torch.SymInt) and expression(own) == wanted:
+                    return own
+        raise NotProvenError(f"a size of the output, {wanted}, is none of the inputs'", self.plan.output)
+
     # Products --------------------------------------------------------------------------------------------------------
 
     def _product(self, node: Node, product: Product) -> Tensor:
         along_pairs: tuple[Label, ...] = ("N", *(None,) * (len(shape_of(product.rows)) - 1))
         rows = self.operand(product.rows, along_pairs, True)
         if rows.dim() != 2:
-            rows = rows.reshape(rows.shape[0], -1)
+            rows = rows.reshape(self.rows.shape[0], -1)
         if len(product.weights) == 1 and product.stacked:
             weight, transposed = self.outside(product.weights[0]), product.transposed
         else:
@@ -271,6 +314,8 @@ class _Writer:
             bias = self.outside(product.biases[0]) if product.stacked else self._stacked(list(product.biases))
             bias = bias.reshape(bias.shape[0], bias.shape[-1])
         out = torch.ops.moe.grouped_linear(rows, weight, bias, self.offsets, transposed)
+        if "E" in self.block.facts[node].labels:
+            return out.reshape(self._shape(node))
         return out.unsqueeze(product.column) if product.column else out
 
     def _stacked_layout(self, weights: list[Node]) -> tuple[Tensor, bool]:
@@ -317,7 +362,7 @@ class _Writer:
             return self.lookup(self.block.form.inputs[node])
         if node in self.kept:
             return self.lookup(self.kept[node])
-        if node in self.block.facts:
+        if node in self.block.facts and self.block.kind(node) not in OPEN:
             raise NotProvenError(f"{node.name} depends on the routing in a way that was not proven", node)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise NotProvenError(f"{node.name} draws random numbers", node)
@@ -330,6 +375,13 @@ class _Writer:
         args = [convert(argument) for argument in arguments(node)]
         assert callable(node.target)
         return node.target(*args, **{key: convert(v) for key, v in node.kwargs.items()})
+
+
+def value_of_node(node: Node) -> Tensor:
+    """The fake tensor of a node of the normal form."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value
 
 
 def same_call(left: Any, right: Any) -> bool:

@@ -10,12 +10,13 @@ from torch.fx import Node
 from moe_compile.passes.block import arguments, aten
 from moe_compile.passes.candidates import name_of, value_of
 from moe_compile.passes.facts import Size, expression, same_size, shape_of
-from moe_compile.passes.plan import ONE_TO_ONE, Plan, Product, term
+from moe_compile.passes.plan import GATES, ONE_TO_ONE, Plan, Product, term
 from moe_compile.spec import ExpertsSpec, GateSpec, RoutingWeightPlace
 
 _TORCH = torch.__path__[0]
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 _PARAMETER = re.compile(r"(?:^|_)(?:parameters|buffers)_(.+?)_*$")
+_CUTS_SLOTS = ("slice", "getitem", "narrow")
 _KEEPS_SLOTS = ("view", "reshape", "flatten", "to", "int", "long", "contiguous", "_to_copy", "detach")
 _LAYOUT = (
     *ONE_TO_ONE,
@@ -71,10 +72,20 @@ def _selection(node: Node) -> Node | None:
         if name_of(node) == "getitem" and arguments(node)[1] == 1 and name_of(source) in ("topk", "sort"):
             return source if _along_last_axis(source) else None
         is_integer_source = isinstance(value_of(source), torch.Tensor) and not value_of(source).is_floating_point()
-        keeps_slots = name_of(node) in _KEEPS_SLOTS
-        if not keeps_slots or not is_integer_source or value.shape[-1:] != value_of(source).shape[-1:]:
+        keeps_slots = name_of(node) in _KEEPS_SLOTS and value.shape[-1:] == value_of(source).shape[-1:]
+        # Some of a token's slots are as distinct as all.
+        cuts_slots = name_of(node) in _CUTS_SLOTS and value.dim() == value_of(source).dim() and _is_cut(node)
+        if not is_integer_source or not (keeps_slots or cuts_slots):
             return None
         node = source
+
+
+def _is_cut(node: Node) -> bool:
+    """Whether an item is made of slices alone."""
+    if name_of(node) != "getitem":
+        return True
+    item = arguments(node)[1]
+    return all(isinstance(part, slice) or part is Ellipsis for part in (item if isinstance(item, tuple) else (item,)))
 
 
 def _along_last_axis(node: Node) -> bool:
@@ -147,7 +158,9 @@ def _middle(plan: Plan) -> list[Node]:
 
 def _activation(plan: Plan) -> str:
     """The usual name of a gate that is one activation and at most one multiplication, "custom" for any other."""
-    nodes = [n for n in _middle(plan) if n.target not in _LAYOUT and isinstance(n.target, torch._ops.OpOverload)]
+    moved = (*plan.block.passed, *plan.block.fills, *plan.block.cuts)
+    operators = [n for n in _middle(plan) if isinstance(n.target, torch._ops.OpOverload)]
+    nodes = [n for n in operators if n.target not in _LAYOUT and n not in moved]
     names = [_ACTIVATIONS[n.target] for n in nodes if n.target in _ACTIVATIONS]
     others = [n for n in nodes if n.target not in _ACTIVATIONS]
     if names == ["relu"] and len(others) == 1 and _squares(others[0]):
@@ -173,7 +186,10 @@ def _is_interleaved(plan: Plan) -> bool:
 def _place_of_weight(plan: Plan) -> RoutingWeightPlace:
     if plan.weights is not None:
         return "output"
-    picked = [n for n in term(plan.block, plan.rows) if n in plan.block.leaves and arguments(n)[0] is not plan.picked]
+    block, nodes = plan.block, term(plan.block, plan.rows)
+    if any(block.kind(o) in GATES for node in nodes for o in node.all_input_nodes):
+        return "input"
+    picked = [n for n in nodes if n in block.leaves and arguments(n)[0] is not plan.picked]
     return "input" if picked else "none"
 
 

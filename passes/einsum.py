@@ -1,11 +1,13 @@
-"""Spells out the two einsums that gathered experts are written with, so that recognisers meet products and sums.
+"""Spells out the einsums that experts are written with, so that recognisers meet products and sums.
 
     einsum("td,tkfd->tkf", x, w)   ->   bmm(w.flatten(0, 1), x repeated K times in a row, as columns)
+    einsum("td,edf->tef", x, w)    ->   bmm(x repeated E times, w), with the axes moved
     einsum("tkd,tk->td", y, p)     ->   (y * p.unsqueeze(-1)).sum(1)
 
 For the normal form alone, which is never run: torch's own decomposition moves axes around until nothing can be told.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 
 def spelled_out(equation: Any, *operands: Any) -> Tensor | None:
-    """The value of an einsum of two operands, None if it is of neither kind."""
+    """The value of an einsum of two operands, None if it is of no such kind."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
@@ -24,7 +26,7 @@ def spelled_out(equation: Any, *operands: Any) -> Tensor | None:
         return None
     pairs = ((first, operands[0]), (second, operands[1]))
     # A weighted sum is a product as well, of one matrix per token; as a sum it is what it was meant to be.
-    for kind in (_weighted_sum, _product):
+    for kind in (_weighted_sum, _product, _all_experts):
         for (narrow, small), (wide, large) in (pairs, pairs[::-1]):
             result = kind(narrow, small, wide, large, out)
             if result is not None:
@@ -51,9 +53,49 @@ def _product(rows: str, x: Tensor, matrix: str, w: Tensor, out: str) -> Tensor |
 
 
 def _weighted_sum(weights: str, p: Tensor, values: str, y: Tensor, out: str) -> Tensor | None:
-    """Values times weights of fewer axes, summed over the last of these."""
-    if not values.startswith(weights) or len(weights) < 2 or out != values.replace(weights[-1], ""):
+    """Values times weights of fewer axes, summed over one of these."""
+    summed = [letter for letter in weights if letter not in out]
+    if len(weights) < 2 or len(weights) >= len(values) or len(summed) != 1 or not set(weights) <= set(values[:-1]):
         return None
-    for _ in values[len(weights) :]:
-        p = p.unsqueeze(-1)
-    return (y * p).sum(len(weights) - 1)
+    if out != values.replace(summed[0], ""):
+        return None
+    p = p.permute([weights.index(letter) for letter in values if letter in weights])
+    for axis, letter in enumerate(values):
+        if letter not in weights:
+            p = p.unsqueeze(axis)
+    return (y * p).sum(values.index(summed[0]))
+
+
+def _all_experts(rows: str, x: Tensor, matrix: str, w: Tensor, out: str) -> Tensor | None:
+    """Every expert's matrix times all rows: one letter of the matrix is left alone, one is summed, one is new."""
+    summed = [letter for letter in matrix if letter in rows and letter not in out]
+    new = [letter for letter in matrix if letter not in rows and letter in out]
+    if len(matrix) != 3 or len(summed) != 1:
+        return None
+    # The experts come first, by habit; where rows have an axis of experts already, that decides.
+    experts = next((letter for letter in matrix if letter in rows and letter in out), matrix[0])
+    features = [letter for letter in new if letter != experts]
+    tokens = [letter for letter in rows if letter not in (experts, summed[0])]
+    if len(features) != 1 or not tokens or sorted(out) != sorted([experts, *tokens, features[0]]) or experts not in out:
+        return None
+    if experts not in rows:
+        x, rows = x.unsqueeze(0).expand(w.shape[matrix.index(experts)], *x.shape), experts + rows
+    x = x.permute([rows.index(letter) for letter in (experts, *tokens, summed[0])])
+    w = w.permute([matrix.index(letter) for letter in (experts, summed[0], features[0])])
+    sizes = x.shape[1:-1]
+    y = torch.bmm(x.reshape(x.shape[0], -1, x.shape[-1]), w).view(x.shape[0], *sizes, -1)
+    order = (experts, *tokens, features[0])
+    return y.permute([order.index(letter) for letter in out])
+
+
+def _product_with_all(x: Any, w: Any) -> Tensor | None:
+    """One set of rows times each matrix of a stack, which torch would turn into one large product."""
+    if not isinstance(x, Tensor) or not isinstance(w, Tensor) or w.dim() != 3 or x.dim() not in (2, 3):
+        return None
+    if x.dim() == 3 and not (isinstance(x.shape[0], int) and x.shape[0] == 1):
+        return None
+    return torch.bmm(x.expand(w.shape[0], *x.shape[-2:]), w)
+
+
+SPELLERS: dict[str, Callable[..., Tensor | None]] = {"einsum": spelled_out, "matmul": _product_with_all}
+"""By the name of an operation: its value, spelled out, or None where that changes nothing."""

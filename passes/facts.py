@@ -3,9 +3,14 @@
     ids        (T, K)   expert of each pair          order    (S)  pair at each sorted position
     hidden     (T, D)   outside, no fact             rows     (S, None)  x[order // K]: axis 0 counts sorted rows
 
-Every axis of a value that has a fact is labelled with what it counts: tokens "T", slots "K", pairs "N" (flat index
-t*K + k), sorted positions "S", experts "E", the pairs of expert e "R<e>", its part of the sorted positions "S<e>", those of all experts
-"P", or None for features. A label speaks of positions, not of contents. A value without a fact comes from outside the block.
+Every axis of a value that has a fact is labelled with what it counts, or None for features:
+
+    T   tokens; T0, T1, ... if they take several axes       S    sorted positions; S<e> those of expert e, P of all
+    K   slots                                               C    positions in the order in which pieces were joined
+    N   pairs, t*K + k                                      E    experts; ET every token, once for each expert
+    R<e>  the pairs of expert e, in their order
+
+A label speaks of positions, not of contents. A value without a fact comes from outside the block.
 """
 
 from collections.abc import Sequence
@@ -18,7 +23,7 @@ from torch import Tensor
 from torch.fx import Node
 
 Label = str | None
-Size = int | torch.SymInt | sympy.Expr
+Size = int | torch.SymInt
 
 Kind = Literal[
     "ids",  # expert of each pair
@@ -30,6 +35,8 @@ Kind = Literal[
     "mask",  # ids == e
     "positions",  # nonzero of a mask, one column per axis of it
     "sentinel",  # ids >= E
+    "gates",  # one number per token and expert, the same wherever the token does not go to the expert
+    "slots",  # a number per pair where the pair goes to one expert, else zero
     "counts",  # pairs per expert
     "offsets",  # cumulated counts
     "count",  # pairs of one expert
@@ -54,8 +61,11 @@ class Fact:
         clamped: ids that had sentinels pressed into the range of real experts.
         exact: counts that leave sentinels out, whatever the ids.
         base: parameter: the stacked weight. read, update: of where. output: what was there before, if not zeros.
+            gates, slots: where one expert's numbers were taken from.
         swapped: parameter: its last two axes are exchanged.
         parts: update and output: (expert, its rows); -1 stands for all experts at once.
+        off: gates: the number where a token does not go to an expert.
+        sparse: rows along tokens and experts that are zero where a token does not go to an expert.
     """
 
     kind: Kind
@@ -67,6 +77,8 @@ class Fact:
     base: Node | None = None
     swapped: bool = False
     parts: tuple[tuple[int, Node], ...] = ()
+    off: float = 0.0
+    sparse: bool = False
 
 
 def expression(size: Size) -> Any:
@@ -178,14 +190,32 @@ def _group_labels(
         return ["N"]
     if labels == ("N",) and len(after) == 2 and same_size(after[1], top_k):
         return ["T", "K"]
-    # Axes of size one may come and go beside a single labelled axis; any other would mix with it.
+    if labels == ("E", "T") and len(after) == 1:
+        return ["ET"]
+    if labels == ("ET",) and len(after) == 2:
+        return ["E", "T"]
     others_in = [size for size, label in zip(before, labels, strict=True) if label is None]
+    if is_tokens(tuple(named)) and after and all(same_size(size, 1) for size in others_in):
+        return token_labels(after)
+    # Axes of size one may come and go beside a single labelled axis; any other would mix with it.
     wide_out = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
     if len(named) > 1 or len(wide_out) > 1 or not after or not all(same_size(size, 1) for size in others_in):
         return None
     out: list[Label] = [None] * len(after)
     out[wide_out[0] if wide_out else 0] = named[0]
     return out
+
+
+def token_labels(sizes: Sequence[Size]) -> list[Label]:
+    """Labels of axes that together run along all tokens; axes of size one count nothing."""
+    wide = [axis for axis, size in enumerate(sizes) if not same_size(size, 1)] or [0]
+    names = {axis: "T" if len(wide) == 1 else f"T{place}" for place, axis in enumerate(wide)}
+    return [names.get(axis) for axis in range(len(sizes))]
+
+
+def is_tokens(labels: tuple[Label, ...]) -> bool:
+    """Whether some axes are those of all tokens, one axis or several."""
+    return labels == ("T",) or (len(labels) > 1 and labels == tuple(f"T{axis}" for axis in range(len(labels))))
 
 
 def _is_smaller(left: Any, right: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
 from moe_compile.passes.candidates import mutated_arguments, name_of, value_of
-from moe_compile.passes.einsum import spelled_out
+from moe_compile.passes.einsum import SPELLERS
 from moe_compile.passes.match import NotProvenError
 
 
@@ -149,7 +149,8 @@ def _step(node: Node, env: dict[Node, Any], owner: dict[Node, Node]) -> None:
     before = graph._root._prev
     args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
     try:
-        spelled = spelled_out(*args) if name_of(node) == "einsum" and not kwargs else None
+        speller = SPELLERS.get(name_of(node))
+        spelled = speller(*args) if speller is not None and not kwargs else None
         if spelled is not None:
             env[node] = spelled
         elif node.op == "call_function":

@@ -35,6 +35,10 @@ ONE_TO_ONE = (
 )
 
 
+# Numbers per token and expert, of which the canonical form reads those of the pairs.
+GATES = ("gates", "onehot", "mask")
+
+
 @dataclass(frozen=True)
 class Product:
     """A grouped product.
@@ -159,7 +163,7 @@ def term(block: Block, node: Node) -> list[Node]:
 
 
 def _operands(block: Block, node: Node) -> Iterator[Node]:
-    if node in block.leaves:
+    if node in block.leaves or node in block.tokens:
         return
     if node in block.fills:
         yield of_first_expert(block.fills[node])
@@ -278,6 +282,8 @@ def _split_weight(block: Block, summed: Node) -> tuple[Node | None, tuple[Label,
 
 def _is_per_pair(block: Block, node: Any, labels: tuple[Label, ...]) -> bool:
     """Whether a factor is one number per pair, computed from nothing but numbers per pair."""
+    if block.kind(node) in GATES:
+        return True
     shape = shape_of(node)
     own = block.facts[node].labels if node in block.facts else labels[len(labels) - len(shape) :]
     if any(label is None and not same_size(size, 1) for label, size in zip(own, shape, strict=True)):
@@ -329,6 +335,8 @@ def _hidden(block: Block, products: dict[Node, Product]) -> tuple[Node, Node, No
     """What dispatch takes: (hidden, picked, repeated, per pair); see `Plan`."""
     rows = next(iter(products.values())).rows
     for node in [rows] if rows not in block.facts else term(block, rows):
+        if node in block.tokens:
+            return node, node, None, False
         if node in block.leaves:
             base: Any = arguments(node)[0]
             if base.target is aten.unsqueeze.default and arguments(base)[1] in (0, -3):

@@ -9,6 +9,7 @@
 A block that is not proven stays as it was, and the reason is returned.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,18 +22,20 @@ from torch.utils._pytree import tree_map_only
 from moe_compile.passes import (
     gather,
     recognize_batched_mm,
+    recognize_dense,
     recognize_expert_loop,
     recognize_grouped_mm,
     recognize_split,
     rowwise,
 )
-from moe_compile.passes.block import Block, merge
+from moe_compile.passes.block import OPEN, Block, merge
 from moe_compile.passes.blocks import META_KEYS
 from moe_compile.passes.boundary import Boundary, Contexts, find_contexts, without_foreign_writes
-from moe_compile.passes.candidates import GROUPED, Candidate, find_candidates, name_of, storage_of, value_of
+from moe_compile.passes.candidates import GROUPED, Candidate, name_of, storage_of, value_of
+from moe_compile.passes.candidates_dense import find_candidates, find_mixtures
 from moe_compile.passes.canonicalize import write
 from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
-from moe_compile.passes.facts import Fact
+from moe_compile.passes.facts import Fact, same_size, shape_of, token_labels
 from moe_compile.passes.match import Match, NotProvenError, Rejection, Replacement
 from moe_compile.passes.normalize import NormalForm, normalize
 from moe_compile.passes.plan import Plan, make_plan
@@ -45,6 +48,7 @@ _RULES = merge(
         recognize_grouped_mm.RULES,
         recognize_batched_mm.RULES,
         recognize_split.RULES,
+        recognize_dense.RULES,
         recognize_expert_loop.RULES,
         rowwise.RULES,
     )
@@ -89,12 +93,21 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
                 answers = [other for other in answers if other not in rivals]
             if isinstance(answer, Match) or (answer is not None and not rivals):
                 answers.append((answer, set(candidate.nodes)))
+        proven = {node for _, nodes in answers for node in nodes}
+        for node in find_mixtures(module):
+            if node not in proven and not skip(module_path(node)):
+                rejections.append(_mixture(node))
         for answer, _ in reversed(answers):
             if isinstance(answer, Match):
                 matches.append(answer)
             else:
                 rejections.append(answer)
     return matches, rejections
+
+
+def _mixture(node: Node) -> Rejection:
+    reason = f"{node.name} holds every expert's output, weighted by a softmax over all experts: none may be skipped"
+    return Rejection("dense", module_path(node), reason, node.name, source_line(node))
 
 
 def _without_other_contexts(candidate: Candidate, contexts: Contexts) -> Candidate:
@@ -158,7 +171,7 @@ def _prove(candidate: Candidate) -> Proof:
         kept = {
             final: node
             for node, final in reversed(normal.finals.items())
-            if final not in block.facts and storage_of(node) not in written
+            if block.kind(final) in OPEN and storage_of(node) not in written
         }
         canonical, inputs = write(plan, kept)
     except NotProvenError as failure:
@@ -211,12 +224,28 @@ def _derive(candidate: Candidate, normal: NormalForm) -> Block | None:
         top_k=candidate.top_k,
         distinct=ids_differ(candidate.root, candidate.top_k),
         below=ids_below(candidate.root),
+        dense=candidate.form == "dense",
     )
-    block.facts[root] = Fact("ids", ("T", "K") if ids.dim() == 2 else ("N",))
+    block.facts[root] = Fact("ids", ("N",) if ids.dim() == 1 else (*token_labels(ids.shape[:-1]), "K"))
+    if block.dense:
+        if candidate.experts is not None:
+            block.expect_experts(candidate.experts, root)
+        _read_by_all(block, candidate)
     block.failures += normal.failures
     rules = recognize_grouped_mm.with_transformers(_RULES)
     block.derive(rules, rowwise.elementwise)
     return block
+
+
+def _read_by_all(block: Block, candidate: Candidate) -> None:
+    """The hidden states of a dense form: every expert reads all of them."""
+    for placeholder, node in block.form.inputs.items():
+        if node not in candidate.hidden:
+            continue
+        *tokens, _ = shape_of(placeholder)
+        if same_size(math.prod(tokens), block.num_tokens):
+            block.facts[placeholder] = Fact("rows", (*token_labels(tokens), None))
+            block.tokens.add(placeholder)
 
 
 def _looks_like_experts(block: Block) -> bool:
@@ -226,7 +255,7 @@ def _looks_like_experts(block: Block) -> bool:
     names = {name_of(node) for node in block.form.graph.nodes}
     loops = len(experts) > 1 and bool(names & {"nonzero", "index"})
     gathers = "parameter" in kinds or any(_gathers_matrices(block, node) for node in block.form.graph.nodes)
-    return bool(block.projections) or bool(names & GROUPED) or bool(block.counted) or gathers or loops
+    return bool(block.projections) or bool(names & GROUPED) or bool(block.counted) or gathers or loops or block.dense
 
 
 def _gathers_matrices(block: Block, node: Node) -> bool:
@@ -235,6 +264,8 @@ def _gathers_matrices(block: Block, node: Node) -> bool:
 
 
 def _form(block: Block, plan: Plan) -> str:
+    if block.dense:
+        return "dense"
     if not all(product.stacked for product in plan.products.values()):
         return "expert_split" if block.cuts else "expert_loop"
     grouped = any(fact.kind == "offsets" for fact in block.facts.values())

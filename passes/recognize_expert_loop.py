@@ -21,7 +21,7 @@ from torch.fx import Node
 from moe_compile.passes.block import Block, Rule, arguments, aten, is_arange, is_constant_fill, is_uninitialised, rule
 from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
-from moe_compile.passes.rowwise import labels_of, shape_equal
+from moe_compile.passes.rowwise import keeps_axes, labels_of, reduced_axes, shape_equal
 
 RULES: dict[Any, list[Rule]] = {}
 _INDICES = ("token", "slot", "pair")
@@ -67,6 +67,22 @@ def _reshaped_onehot(block: Block, node: Node) -> Fact | None:
     if fact is None or fact.kind not in ("onehot", "mask") or not shape_equal(node, arguments(node)[0]):
         return None
     return fact
+
+
+@rule(RULES, aten.any.dim, aten.amax.default, aten.sum.dim_IntList)
+def _mask_of_tokens(block: Block, node: Node) -> Fact | None:
+    """Whether an expert is any of a token's."""
+    fact = block.fact(arguments(node)[0])
+    if fact is None or fact.kind != "mask" or "K" not in fact.labels:
+        return None
+    axes = reduced_axes(node, len(fact.labels))
+    if {fact.labels[axis] for axis in axes} != {"K"}:
+        return None
+    if not block.distinct:
+        raise NotProvenError(f"{node.name} takes an expert once, however often a token names it", node)
+    kept = keeps_axes(node)
+    labels = tuple(None if axis in axes else lb for axis, lb in enumerate(fact.labels) if kept or axis not in axes)
+    return Fact("mask", labels, expert=fact.expert)
 
 
 @rule(RULES, aten.nonzero.default)
@@ -256,7 +272,13 @@ class _Comparison:
         assert fact is not None
         if twin is None or fact.kind != twin.kind or self._moved(fact.labels) != twin.labels:
             raise self._differs(first, other)
-        if fact.kind in _INDICES or fact.kind == "mask":
+        if fact.kind in _INDICES:
+            return
+        if fact.kind in ("mask", "gates", "slots"):
+            same = fact.base is twin.base or (fact.base is not None and self._equal(fact.base, twin.base))
+            numbered = (fact.expert, twin.expert) in ((0, self.expert), (None, None))
+            if not same or not numbered or _metadata(first) != _metadata(other):
+                raise self._differs(first, other)
             return
         if first in self.block.cuts and other in self.block.cuts:
             return self.compare(self.block.cuts[first], self.block.cuts[other])

@@ -37,7 +37,7 @@ def _bincount(block: Block, node: Node) -> Fact | None:
     fact = block.fact(arguments(node)[0])
     if fact is None or fact.kind != "ids" or fact.clamped or len(fact.labels) != 1 or len(node.args) == 2:
         return None
-    experts = arguments(node)[2] if len(node.args) > 2 else node.kwargs.get("minlength", 0)
+    experts: Any = arguments(node)[2] if len(node.args) > 2 else node.kwargs.get("minlength", 0)
     if node.kwargs.get("weights") is not None or (len(node.args) > 2 and arguments(node)[1] is not None):
         return None
     block.expect_experts(experts, node)
@@ -155,7 +155,7 @@ def _split(block: Block, node: Node) -> tuple[Fact | None, ...] | None:
 
 @rule(RULES, aten.slice.Tensor)
 def _slice(block: Block, node: Node) -> Fact | None:
-    source, dim, start, end, step = (*arguments(node), *(0, 0, 2**63 - 1, 1)[len(node.args) - 1 :])
+    source, dim, start, end, step = _slice_arguments(node, 1)
     fact = _sorted_fact(block, source, dim)
     if fact is None or shape_equal(node, source):
         return None
@@ -164,6 +164,12 @@ def _slice(block: Block, node: Node) -> Fact | None:
         raise NotProvenError("slice cuts the sorted rows at what is no end of an expert's", node)
     block.passed[node] = block.cuts[node] = source
     return _cut_fact(fact, label)
+
+
+def _slice_arguments(node: Node, tensors: int) -> Any:
+    """The tensors and dim, start, end and step of a slice, defaults filled in."""
+    given = list(arguments(node))
+    return (*given, *(0, 0, 2**63 - 1, 1)[len(given) - tensors :])
 
 
 def _sorted_fact(block: Block, source: Any, dim: int) -> Fact | None:
@@ -247,7 +253,7 @@ def _plain(size: Any) -> Any:
 @rule(RULES, aten.slice_scatter.default)
 def _assigned(block: Block, node: Node) -> Fact | None:
     """`out[start:end] = y`: rows in expert order, once every expert has written."""
-    base, rows, dim, start, end, step = (*arguments(node), *(0, 0, 2**63 - 1, 1)[len(node.args) - 2 :])
+    base, rows, dim, start, end, step = _slice_arguments(node, 2)
     fact = block.fact(rows)
     if fact is None or fact.kind != "rows" or not (fact.labels[0] or "").startswith("S") or dim != 0:
         return None

@@ -30,7 +30,7 @@ from moe_compile.passes.facts import (
 from moe_compile.passes.match import NotProvenError
 
 RULES: dict[Any, list[Rule]] = {}
-_LABELLED = ("rows", "ids", "pair", "token", "slot", "mask", "onehot", "sentinel")
+_LABELLED = ("rows", "ids", "pair", "token", "slot", "mask", "onehot", "sentinel", "gates", "slots")
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.contiguous.default)
 _WHOLE = (torch.int32, torch.int64)
@@ -44,7 +44,7 @@ def elementwise(block: Block, node: Node) -> Fact | None:
     if "mask" in kinds:
         expert = next(fact.expert for operand in operands if (fact := block.fact(operand)) and fact.kind == "mask")
         raise NotProvenError(f"{_name(node)} changes the mask of expert {expert}", node)
-    if not kinds & {"rows", "parameter"}:
+    if not kinds & {"rows", "parameter"} or "output" in kinds:
         return None
     target = node.target
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
@@ -58,11 +58,36 @@ def elementwise(block: Block, node: Node) -> Fact | None:
     labels = broadcast_labels([(shape_of(operand), labels_of(block, operand)) for operand in operands], shape_of(node))
     if labels is None:
         raise NotProvenError(f"{_name(node)} pairs rows with values in another order", node)
-    return Fact("rows", labels)
+    return Fact("rows", labels, sparse=_keeps_zeros(block, node, operands))
+
+
+def _keeps_zeros(block: Block, node: Node, operands: list[Node]) -> bool:
+    """Whether an operator yields zero wherever some rows are zero: a product does, and f(rows) if f(0) is zero."""
+    sparse = [fact is not None and fact.sparse for fact in map(block.fact, operands)]
+    if not any(sparse):
+        return False
+    return node.target is aten.mul.Tensor or (all(sparse) and value_at(node, dict.fromkeys(operands, 0.0)) == 0)
+
+
+def value_at(node: Node, values: dict[Node, float]) -> float | None:
+    """What an elementwise operator makes of numbers in its operands' places, None if it cannot be told."""
+
+    def number(argument: Any) -> Any:
+        return torch.tensor(values[argument], dtype=torch.float64) if isinstance(argument, Node) else argument
+
+    try:
+        result = node.target(*map(number, arguments(node)), **{k: number(v) for k, v in node.kwargs.items()})  # type: ignore[operator]
+        return float(result)
+    except (KeyError, RuntimeError, TypeError):
+        return None
 
 
 _DESCRIPTIONS = {
     "parameter": "a parameter that differs between experts, other than a projection's weight or bias",
+    "gates": "the matrix of routing weights",
+    "slots": "the routing weights of one expert",
+    "count": "a token count",
+    "end": "a token count",
     "read": "what earlier experts wrote",
     "update": "what earlier experts wrote",
     "ids": "the expert ids",
@@ -76,7 +101,6 @@ _DESCRIPTIONS = {
     "positions": "the routing mask",
     "counts": "the token counts",
     "offsets": "the offsets",
-    "output": "the block's output",
 }
 
 
@@ -92,7 +116,7 @@ def _name(node: Node) -> str:
 
 
 def _relabelled(fact: Fact, labels: Sequence[Label]) -> Fact:
-    return Fact(fact.kind, tuple(labels), expert=fact.expert, clamped=fact.clamped)
+    return replace(fact, labels=tuple(labels))
 
 
 @rule(RULES, *_CASTS)
@@ -103,7 +127,7 @@ def _cast(block: Block, node: Node) -> Fact | None:
     dtype = node.meta["val"].dtype
     if fact.kind in ("rows", "output", "parameter"):
         return fact
-    if fact.kind in ("mask", "onehot", "sentinel"):
+    if fact.kind in ("mask", "onehot", "sentinel", "gates", "slots"):
         return fact
     # float32 holds every expert id, but not every pair.
     exact = dtype in _WHOLE or (dtype in _EXACT and fact.kind in ("ids", "counts"))
@@ -171,6 +195,9 @@ def _expand(block: Block, node: Node) -> Fact | None:
         return None
     before, after = shape_of(arguments(node)[0]), shape_of(node)
     new = len(after) - len(before)
+    turns = block.turns(node, [*[None] * new, *fact.labels], [*[1] * new, *before])
+    if turns is not None:
+        return _relabelled(fact, turns)
     if any(
         label is not None and not same_size(before[axis], after[axis + new]) for axis, label in enumerate(fact.labels)
     ):
@@ -211,7 +238,7 @@ def _cut(block: Block, node: Node) -> Fact | tuple[Fact | None, ...] | None:
             return fact
         raise NotProvenError(f"{_name(node)} leaves rows out", node)
     drops = node.target in (aten.select.int, aten.unbind.int)
-    cut = Fact("rows", tuple(lb for i, lb in enumerate(fact.labels) if i != axis or not drops))
+    cut = replace(fact, labels=tuple(lb for i, lb in enumerate(fact.labels) if i != axis or not drops))
     values = node.meta["val"]
     return cut if isinstance(values, torch.Tensor) else (cut,) * len(values)
 
