@@ -16,6 +16,8 @@ from moe_compile.capture.sub_configs import sub_configs
 from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
 from moe_compile.decision import ON_REJECT, OnReject
 from moe_compile.errors import FallbackWarning, NoExpertsWarning, OptionError, SelectionError
+from moe_compile.kernels.external.environment import describe_environment
+from moe_compile.kernels.external.loading import registered_loaders
 from moe_compile.modes import CompileSettings, nearest, resolve_settings
 from moe_compile.report import Block, GraphSummary, Rejected
 from moe_compile.rewriter import Rewriter
@@ -239,7 +241,16 @@ def device_situation(
 ) -> Situation:
     """A situation on a device, with its capability filled in."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Situation(device.type, capability, settings, fullgraph, training, traces_whole, _has_triton())
+    return Situation(
+        device.type,
+        capability,
+        settings,
+        fullgraph,
+        training,
+        traces_whole,
+        _has_triton(),
+        environment=describe_environment(capability, registered_loaders()),
+    )
 
 
 @functools.cache

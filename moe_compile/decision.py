@@ -9,7 +9,7 @@ import torch
 from moe_compile.auto import auto_name
 from moe_compile.errors import RuleError
 from moe_compile.experts_backends import AUTO, all_reasons, legal_names
-from moe_compile.rules import Situation
+from moe_compile.rules import Situation, error_for
 from moe_compile.spec import ExpertsSpec
 
 OnReject = Literal["error", "fallback", "keep"]
@@ -59,7 +59,8 @@ def decide(
         RuleError: if the backend is not legal and `on_reject` is "error", or nothing is legal.
     """
     situation = replace(situation, dynamic_tokens=isinstance(tokens, torch.SymInt))
-    reasons = {name: "; ".join(found) for name, found in all_reasons(spec, situation).items() if found}
+    against = {name: found for name, found in all_reasons(spec, situation).items() if found}
+    reasons = {name: "; ".join(found) for name, found in against.items()}
     legal = legal_names(spec, situation)
     name = auto_name(spec, situation, tokens) if asked == AUTO else asked
     if name is not None and name not in reasons:
@@ -72,7 +73,8 @@ def decide(
     if on_reject == "fallback" and legal:
         warn(f"experts={asked!r}: {found}. {legal[0]} runs instead.")
         return Decision(legal[0], reasons)
-    raise RuleError(f"experts={asked!r} for {where or 'an experts block'}", found, _remedy(legal, situation))
+    error = error_for(against[name]) if name is not None else RuleError
+    raise error(f"experts={asked!r} for {where or 'an experts block'}", found, _remedy(legal, situation))
 
 
 def _remedy(legal: list[str], situation: Situation) -> str:

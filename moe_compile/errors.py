@@ -46,6 +46,26 @@ class RuleError(MoeCompileError):
     """The chosen experts backend is not legal here (compile mode, fullgraph, dtype, device, training)."""
 
 
+class RequirementError(RuleError, ImportError):
+    """Something that the chosen experts backend needs is missing: a device, a package, a compiler, a symbol."""
+
+
+class ScaleFormatError(RuleError, ValueError):
+    """Quantised weights whose scales are in a format that the chosen experts backend would misread."""
+
+
+class KernelLoadError(MoeCompileError, ImportError):
+    """A kernel of another project that is there, but cannot be imported or lacks what is called of it."""
+
+
+class KernelResultError(MoeCompileError, ValueError):
+    """A kernel that returned another shape or dtype than the experts block needs."""
+
+
+class RegistrationError(MoeCompileError, ValueError):
+    """An experts backend or a loader that cannot be registered, or does not keep its contract."""
+
+
 class BlockInputError(MoeCompileError, ValueError):
     """Tensors of an experts block whose shapes, dtypes or devices do not fit together."""
 

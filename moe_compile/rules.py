@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_compile.errors import RequirementError, RuleError, ScaleFormatError
+from moe_compile.kernels.external.environment import Environment
 from moe_compile.modes import CompileSettings
 from moe_compile.spec import ExpertsSpec
 
@@ -26,6 +28,7 @@ class Situation:
         own_code_traces_whole: whether Dynamo can trace the model's own code for this block as one graph.
         has_triton: whether triton is installed.
         dynamic_tokens: whether the token count is symbolic.
+        environment: what the machine offers to kernels of other projects; None leaves that open.
     """
 
     device_type: str = "cpu"
@@ -36,6 +39,24 @@ class Situation:
     own_code_traces_whole: bool = False
     has_triton: bool = False
     dynamic_tokens: bool = False
+    environment: Environment | None = None
+
+
+class MissingRequirement(str):
+    """A reason that something is missing; where it is raised, it is an `ImportError`."""
+
+    error = RequirementError
+
+
+class WrongScales(str):
+    """A reason that scales would be misread; where it is raised, it is a `ValueError`."""
+
+    error = ScaleFormatError
+
+
+def error_for(reasons: tuple[str, ...]) -> type[RuleError]:
+    """The class of the error that says these reasons: that of the first which has one of its own."""
+    return next((reason.error for reason in reasons if isinstance(reason, MissingRequirement | WrongScales)), RuleError)
 
 
 Predicate = Callable[[ExpertsSpec, Situation], tuple[str, ...]]

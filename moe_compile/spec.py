@@ -52,6 +52,9 @@ class ExpertsSpec:
         post_expert_norm: each expert's output is normalised before the routing weight.
         quantisation: None for plain floating-point weights, else the format ("fp8", "fp4").
         scale_format: format of the quantisation scales ("float32", "ue8m0"), None without any.
+        activation_scheme: how activations are scaled ("dynamic" or "static"), None without quantisation.
+        block_size: rows and columns of a weight that share a scale, None without quantisation.
+        process_group: name of the process group over which the experts are spread, None where all are here.
         up: attribute of the module that holds the first projection, (E, 2F, D), or (E, D, 2F) when transposed.
         down: attribute that holds the second projection, (E, D, F), or (E, F, D) when transposed.
         up_bias: attribute that holds the first projection's bias (E, 2F), None without one.
@@ -73,6 +76,9 @@ class ExpertsSpec:
     post_expert_norm: bool = False
     quantisation: str | None = None
     scale_format: str | None = None
+    activation_scheme: str | None = None
+    block_size: tuple[int, int] | None = None
+    process_group: str | None = None
     up: str = "gate_up_proj"
     down: str = "down_proj"
     up_bias: str | None = None

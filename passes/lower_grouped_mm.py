@@ -90,7 +90,7 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> Lowered:
     outcome = predict_grouped_mm(block)
     dispatch = op_arguments(block.dispatch)
     inputs = dispatch["x"], dispatch["ids"]
-    rows, offsets, order, ids = splice(gm, block.dispatch, _dispatch, inputs, num_experts=dispatch["num_experts"])
+    rows, offsets, order, ids = splice(gm, block.dispatch, dispatch_sorted, inputs, num_experts=dispatch["num_experts"])
     for linear, reasons in zip(block.linears, outcome.reasons, strict=True):
         arguments = op_arguments(linear)
         weight, bias = arguments["weight"], arguments["bias"]
@@ -101,7 +101,7 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> Lowered:
     for combine in block.combines:
         arguments = op_arguments(combine)
         tensors = arguments["rows"], arguments["weights"], order, None if arguments["offsets"] is None else offsets
-        (summed,) = splice(gm, combine, _combine, tensors, dtype=arguments["dtype"])
+        (summed,) = splice(gm, combine, combine_sorted, tensors, dtype=arguments["dtype"])
         replace_node(combine, summed)
     for getitems, result in ((block.rows, rows), (block.offsets, offsets), (block.order, order)):
         for node in getitems:
@@ -114,7 +114,7 @@ def lower_grouped_mm(gm: GraphModule, block: CanonicalBlock) -> Lowered:
     return Lowered(outcome.name, {NATIVE: "; ".join(refused)} if refused else {})
 
 
-def _dispatch(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dispatch_sorted(x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, top_k = ids_TK.shape
     ids_N = ids_TK.reshape(num_tokens * top_k)
     sentinel_N = (ids_N < 0) | (ids_N >= num_experts)
@@ -162,7 +162,7 @@ def _fallback(
     return drop_sentinel_rows(out_NO + bias[ids_N], offsets_E)
 
 
-def _combine(
+def combine_sorted(
     rows_NO: Tensor, weights_TK: Tensor, order_N: Tensor, offsets_E: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     if offsets_E is not None:

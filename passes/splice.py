@@ -65,6 +65,13 @@ def splice(
     return tuple(copies[result] for result in traced.output_node().args[0])  # type: ignore[union-attr, index, misc]
 
 
+def trace(
+    gm: GraphModule, function: Callable[..., Any], tensors: Sequence[Node | None], **constants: Hashable
+) -> Graph:
+    """What `splice` would insert, as a graph of its own: ATen operators with fake values under "val"."""
+    return _trace_once(gm, function, [None if node is None else fake_value(node) for node in tensors], constants)
+
+
 def replace_node(old: Node, new: Node) -> None:
     """Lets a new node take the place, and the name, of an old one, and erases that.
 
