@@ -21,7 +21,10 @@ class MoeCompileError(ShortenTraceback):
 
     def __init__(self, asked: str, found: str, remedy: str) -> None:
         stop = "" if found.endswith("?") else "."
-        super().__init__(f"{asked}: {found}{stop} {remedy}.", first_useful_frame=None)
+        message = f"{asked}: {found}{stop} {remedy}."
+        super().__init__(message, first_useful_frame=None)
+        if isinstance(self, ImportError):
+            ImportError.__init__(self, message)  # for `msg`, which Dynamo reads of every exception that has one
         self.asked = asked
         self.found = found
         self.remedy = remedy

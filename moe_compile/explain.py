@@ -13,6 +13,7 @@ from moe_compile.backend import MoeBackend
 from moe_compile.backend import backend as make_backend
 from moe_compile.decision import OnReject
 from moe_compile.errors import FallbackWarning
+from moe_compile.kernels.external.loading import LoadedKernel, loaded_kernels
 from moe_compile.modes import resolve_settings
 from moe_compile.report import Explanation, GraphBreak
 from moe_compile.selection import Experts
@@ -69,7 +70,14 @@ def explain(
         blocks=tuple(recorder.blocks.values()),
         rejected=tuple(dict.fromkeys(recorder.rejected)),
         error=error,
+        kernels=_kernels_of(recorder),
     )
+
+
+def _kernels_of(recorder: MoeBackend) -> tuple[LoadedKernel, ...]:
+    """The kernels of other projects that run blocks of the explained model."""
+    chosen = {block.chosen for block in recorder.blocks.values()}
+    return tuple(kernel for kernel in loaded_kernels() if kernel.name in chosen)
 
 
 class _Recorder(MoeBackend):

@@ -11,8 +11,11 @@ from moe_compile.kernels.external.sonicmoe import GATES
 from moe_compile.rules import MissingRequirement, Situation, WrongScales
 from moe_compile.spec import ExpertsSpec
 
+# The kernels read their operands in steps of this many features: DeepGEMM insists on whole ones, SonicMoE on strides
+# that the copy engine takes, multiples of 16 bytes.
+_MULTIPLES = {"deepgemm": 64, "sonicmoe": 8}
+
 _FP8_BLOCKS = ((128, 128), (1, 128))
-_TMA_BYTES = 16
 _MEGAMOE_MULTIPLE = 128
 
 
@@ -94,8 +97,7 @@ def _dtype_reasons(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
 
 
 def _alignment_reasons(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
-    """Tensors are read and written by the copy engine (TMA), whose strides are multiples of 16 bytes."""
-    unit = _TMA_BYTES // torch.bfloat16.itemsize
+    unit = _MULTIPLES[name]
     sizes = (("hidden", spec.hidden_size), ("intermediate", spec.intermediate_size))
     return tuple(
         f"{name} needs a {what} size that is a multiple of {unit}, not {size}"

@@ -109,7 +109,8 @@ def _checked_predicate(name: str, reasons: Predicate, has_backward: bool, cuda_g
 
 def _checked_lowering(name: str, lower: Lowering) -> Lowering:
     def checked(gm: GraphModule, block: CanonicalBlock) -> Lowered:
-        canonical = (block.dispatch, *block.linears, *block.combines)
+        own = (block.dispatch, *block.linears, *block.combines)
+        others = {node for node in block.graph_module.graph.nodes if node not in own}
         readers = [(combine, user, _positions(user, combine)) for combine in block.combines for user in combine.users]
         try:
             outcome: Any = lower(gm, block)
@@ -119,8 +120,7 @@ def _checked_lowering(name: str, lower: Lowering) -> Lowering:
             raise _broken(name, f"its lowering raised {type(error).__name__}: {error}", "Repair it") from error
         if not isinstance(outcome, Lowered):
             raise _broken(name, f"its lowering returned {outcome!r}", "Return Lowered(name)")
-        left = set(block.graph_module.graph.nodes)
-        if any(node in left and is_canonical(node) for node in canonical):
+        if any(is_canonical(node) for node in block.graph_module.graph.nodes if node not in others):
             raise _broken(name, "its lowering left canonical ops in the graph", "Replace and erase all of the block's")
         for combine, user, positions in readers:
             arguments = pytree.tree_leaves((user.args, user.kwargs))

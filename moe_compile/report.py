@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from tabulate import tabulate
 
+from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.spec import ExpertsSpec
 
 Found = Literal["captured", "graph"]
@@ -96,6 +97,7 @@ class Explanation:
         blocks: the experts blocks.
         rejected: what looks like an experts block and was left alone.
         error: why the model does not compile, None if it does.
+        kernels: kernels of other projects that were loaded for it, from where and in which version.
     """
 
     graphs: tuple[GraphSummary, ...]
@@ -103,6 +105,7 @@ class Explanation:
     blocks: tuple[Block, ...]
     rejected: tuple[Rejected, ...]
     error: str | None = None
+    kernels: tuple[LoadedKernel, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers and strings, for JSON."""
@@ -127,6 +130,7 @@ class Explanation:
         if self.graph_breaks:
             rows_k = [(_short(k.source) or "?", k.reason) for k in self.graph_breaks]
             parts.append(tabulate(rows_k, ["graph break", "reason"]))
+        parts += [f"{k.name} is {k.version or 'of unknown version'}, {k.source}: {k.origin}" for k in self.kernels]
         if self.error is not None:
             parts.append(f"does not compile: {self.error}")
         return "\n\n".join(parts)

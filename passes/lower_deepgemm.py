@@ -4,7 +4,7 @@
     h = grouped_linear(rows, w, bias, offsets)   ->  h = moe_deepgemm::grouped_gemm(padded, w, layout, ends)
     ... gate(h)                                  ->  the same operators, on padded rows
     y = grouped_linear(gate(h), w, bias, ...)    ->  y = moe_deepgemm::grouped_gemm(...)
-    combine(y, weights, order)                   ->  (y[position] * weights).view(T, K, O).sum(1)
+    combine(y, weights, order)                   ->  moe_deepgemm::combine(y, weights, position)
 
 Rows stay at their padded places from the dispatch to the combine, so tokens are copied once and nothing is copied back:
 what stands between the projections treats each row on its own. Where something else reads the rows (a routing weight on
@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from moe_compile.kernels.external import deepgemm
-from moe_compile.ops import weighted_sum
 from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, op_arguments
 from moe_compile.passes.lower_with_kernel import erase_block, lower_linears, require_like
 from moe_compile.passes.region import Region, find_region
@@ -88,7 +87,7 @@ def _lower_padded(gm: GraphModule, block: CanonicalBlock, region: Region) -> boo
         return False
     given = hidden, down["weight"], down["bias"], layout, ends
     (y,) = splice(gm, region.down, _padded_linear, given, transposed=down["transposed"])
-    (result,) = splice(gm, combine, _combine, (y, last["weights"], position), dtype=last["dtype"])
+    (result,) = splice(gm, combine, deepgemm.combine, (y, last["weights"], position), dtype=last["dtype"])
     require_like(deepgemm.NAME, result, combine)
     replace_node(combine, result)
     erase_block(block, region.nodes)
@@ -115,10 +114,6 @@ def _padded_linear(
         padded = padded.clone(memory_format=torch.contiguous_format)
     out = deepgemm.grouped_gemm(padded, weight, layout_M, ends_E, transposed)
     return out if bias is None else out + bias[layout_M.clamp(min=0).long()]
-
-
-def _combine(rows_MO: Tensor, weights_TK: Tensor, position_N: Tensor, dtype: torch.dtype) -> Tensor:
-    return weighted_sum(_at(rows_MO, position_N), weights_TK, None, dtype)
 
 
 def _at(rows_MO: Tensor, position_N: Tensor) -> Tensor:

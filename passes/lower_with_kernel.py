@@ -39,6 +39,7 @@ def lower_linears(name: str, linear: Linear) -> Lowering:
     def lower(gm: GraphModule, block: CanonicalBlock) -> Lowered:
         dispatch = op_arguments(block.dispatch)
         inputs = dispatch["x"], dispatch["ids"]
+        tensors: tuple[Node | None, ...]
         rows, offsets, order, ids = splice(
             gm, block.dispatch, dispatch_sorted, inputs, num_experts=dispatch["num_experts"]
         )

@@ -45,7 +45,8 @@ def match_gate(gm: GraphModule, region: Region) -> Gate | str:
     if region.others:
         return f"the gate reads {region.others[0].name}"
     traced = trace(gm, region.function, (region.up,))
-    (result,) = traced.output_node().args[0]  # type: ignore[union-attr, misc]
+    returned: Any = traced.output_node().args[0]
+    (result,) = returned
     if not _is(result, aten.mul.Tensor):
         return f"the gate ends in {_name(result)}, not in a product"
     for first, second in (result.args, result.args[::-1]):
@@ -60,15 +61,17 @@ def match_gate(gm: GraphModule, region: Region) -> Gate | str:
 def _part(graph: Graph, node: Any) -> tuple[str, int] | None:
     """("half", 0 or 1) or ("strided", 0 or 1): which part of the rows' features a value is."""
     rows = next(iter(graph.nodes))
+    given: tuple[Any, ...] = node.args if isinstance(node, Node) else ()
     last = rows.meta["val"].dim() - 1
     size = rows.meta["val"].shape[last]
-    if _is(node, operator.getitem) and _is(node.args[0], aten.split.Tensor):
-        source, length, *rest = node.args[0].args
+    if _is(node, operator.getitem) and _is(given[0], aten.split.Tensor):
+        source, length, *rest = given[0].args
         if source is rows and rest and rest[0] in (-1, last) and statically_known_true(length * 2 == size):
-            return "half", int(node.args[1])
+            return "half", int(given[1])
     if not _is(node, aten.slice.Tensor):
         return None
-    source, axis, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    source, axis, start, end, step = (*given, *defaults[len(given) - 1 :])
     if source is not rows:
         return None
     axis, start, step = axis % (last + 1), start or 0, step or 1

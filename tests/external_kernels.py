@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 DEEP_GEMM = {
-    "__init__.py": '''
+    "__init__.py": """
 import torch
 
 ALIGNMENT = 16
@@ -40,7 +40,7 @@ def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, compiled_dims="nk
 
 def m_grouped_bf16_gemm_nn_contiguous(a, b, d, grouped_layout, compiled_dims="nk", use_psum_layout=False):
     m_grouped_bf16_gemm_nt_contiguous(a, b.transpose(1, 2), d, grouped_layout, compiled_dims, use_psum_layout)
-''',
+""",
 }
 
 SONIC_MOE = {
@@ -98,7 +98,7 @@ def gemm(A, B, out, bias=None, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None,
         out[expert] = product.to(out.dtype)
     return out
 ''',
-    "functional/backward.py": '''
+    "functional/backward.py": """
 import torch
 
 from .forward import groups
@@ -119,8 +119,8 @@ def gemm_dgated(A, B, PreAct, activation, dx_out, postact_out, colvec_scale, col
         postact_out[start:end] = (act.detach() * colvec_scale[start:end, None]).to(postact_out.dtype)
         reduced[start:end] = (grad * act.detach()).sum(1)
     return dx_out, postact_out, reduced
-''',
-    "functional/gates.py": '''
+""",
+    "functional/gates.py": """
 from torch.nn import functional as F
 
 GATES = {
@@ -128,7 +128,7 @@ GATES = {
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
 }
-''',
+""",
 }
 
 REPOSITORIES = {"deep_gemm": "kernels-community/deep-gemm", "sonicmoe": "kernels-community/sonic-moe"}

@@ -1,5 +1,6 @@
 """`deepgemm` and `sonicmoe` from backend to numbers, on stand-ins that keep the real kernels' contract."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from external_kernels import DEEP_GEMM, SONIC_MOE, import_package, write_package
 from reference import assert_matches_reference, canonical, make_inputs, per_token, swiglu
 from torch.nn import functional
+from zoo import relative_error, standalone
 
 import moe_compile
 from moe_compile.errors import RewriteError
@@ -142,7 +144,14 @@ def test_deepgemm_has_one_shape_for_all_routings(stand_ins):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("gate", "transposed"),
-    [(swiglu, False), (interleaved_swiglu, False), (interleaved_swiglu, True), (swiglu, True), (geglu, False), (reglu, False)],
+    [
+        (swiglu, False),
+        (interleaved_swiglu, False),
+        (interleaved_swiglu, True),
+        (swiglu, True),
+        (geglu, False),
+        (reglu, False),
+    ],
 )
 def test_sonicmoe_trains(gate, transposed, bias):
     call, watch = compiled("sonicmoe", gate=gate)
@@ -220,3 +229,17 @@ def test_reports_say_what_was_loaded():
     (kernel,) = [kernel for kernel in loaded_kernels() if kernel.name == "deepgemm"]
     assert kernel.source == "registered loader"
     assert kernel.origin.endswith("deepgemm/__init__.py")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("experts", ["deepgemm", "sonicmoe"])
+def test_whole_models_and_explain(experts):
+    module, inputs = standalone("qwen3_moe", BF16)
+    report = moe_compile.explain(module, *inputs, backend=experts)
+    assert {block.chosen for block in report.blocks} == {experts}
+    assert [kernel.name for kernel in report.kernels] == [experts]
+    assert "registered loader" in str(report)
+    output = torch.compile(module, backend=moe_compile.backend(experts, compiler="aot_eager"), fullgraph=True)(*inputs)
+    exact = copy.deepcopy(module).float()(inputs[0].float(), inputs[1], inputs[2].float())
+    own = relative_error(module(*inputs).float(), exact)
+    assert relative_error(output.float(), exact) <= 1.5 * own + torch.finfo(BF16).eps

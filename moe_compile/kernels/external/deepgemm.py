@@ -1,7 +1,8 @@
-"""DeepGEMM's grouped bf16 product, as opaque ops: `moe_deepgemm::dispatch`, `::pad` and `::grouped_gemm`.
+"""DeepGEMM's grouped bf16 product, as opaque ops: `moe_deepgemm::dispatch`, `::pad`, `::grouped_gemm`, `::combine`.
 
     padded, layout, position, ends = dispatch(x, ids, E, A)      sort pairs, copy tokens to aligned places
     out[m] = padded[m] @ weight[layout[m]]                       for every m with layout[m] >= 0
+    y[t] = sum_k weights[t, k] * out[position[t, k]]             combine
 
 DeepGEMM wants each expert's rows to start at a multiple of its alignment A (128), so that no tile holds rows of two
 experts. How many rows that takes depends on the routing; the tensors have room for any (M rows), and rows with layout
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from moe_compile.errors import BlockInputError, KernelResultError
 from moe_compile.kernels.external.loading import forget_kernel, load_kernel, require_result
-from moe_compile.kernels.external.rows import pad_rows, padded_size, sort_pairs
+from moe_compile.kernels.external.rows import combine_rows, pad_rows, padded_size, sort_pairs
 
 NAME = "deepgemm"
-_DISPATCH, _PAD, _GEMM = "moe_deepgemm::dispatch", "moe_deepgemm::pad", "moe_deepgemm::grouped_gemm"
+_DISPATCH, _PAD, _GEMM, _COMBINE = (f"moe_deepgemm::{op}" for op in ("dispatch", "pad", "grouped_gemm", "combine"))
 _REFERENCE = "CompositeExplicitAutograd"
 
 # AOTAutograd's cache keys an op by its name and arguments; an edit has to make another key.
@@ -41,6 +42,7 @@ torch.library.define(
 torch.library.define(
     _GEMM, "(Tensor padded, Tensor weight, Tensor layout, Tensor ends, bool transposed, str digest) -> Tensor"
 )
+torch.library.define(_COMBINE, "(Tensor rows, Tensor weights, Tensor position, ScalarType dtype, str digest) -> Tensor")
 
 
 def alignment() -> int:
@@ -95,6 +97,21 @@ def grouped_gemm(padded_MI: Tensor, weight: Tensor, layout_M: Tensor, ends_E: Te
         (M, O) bf16; rows with layout -1 are not written.
     """
     return torch.ops.moe_deepgemm.grouped_gemm(padded_MI, weight, layout_M, ends_E, transposed, DIGEST)
+
+
+def combine(rows_MO: Tensor, weights_TK: Tensor, position_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums each token's padded rows by routing weight, in float32, with one cast at the end.
+
+    Args:
+        rows_MO: (M, O), contiguous.
+        weights_TK: (T, K).
+        position_N: (N,) int32, each pair's padded row; -1 adds nothing.
+        dtype: of the result.
+
+    Returns:
+        (T, O).
+    """
+    return torch.ops.moe_deepgemm.combine(rows_MO, weights_TK, position_N, dtype, DIGEST)
 
 
 @torch.library.impl(_DISPATCH, _REFERENCE)
@@ -162,3 +179,13 @@ def _grouped_gemm_fake(
     padded: Tensor, weight: Tensor, layout: Tensor, ends: Tensor, transposed: bool, digest: str
 ) -> Tensor:
     return padded.new_empty(padded.shape[0], _out_features(padded, weight, transposed))
+
+
+@torch.library.impl(_COMBINE, _REFERENCE)
+def _combine(rows: Tensor, weights: Tensor, position: Tensor, dtype: torch.dtype, digest: str) -> Tensor:
+    return combine_rows(rows, weights, position, weights.shape[1], dtype)
+
+
+@torch.library.register_fake(_COMBINE)
+def _combine_fake(rows: Tensor, weights: Tensor, position: Tensor, dtype: torch.dtype, digest: str) -> Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype)

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -229,13 +230,19 @@ def _from_kernels_package(kernel: ExternalKernel) -> tuple[Any, str | None]:
     pinned = {"version": kernel.hub.version, "revision": kernel.hub.revision}
     local = f"{kernel.hub.repo_id}=" in os.environ.get("LOCAL_KERNELS", "")
     try:
-        # Where there is no build for this machine, or no network, another source may have the kernel.
         module = kernels.get_kernel(kernel.hub.repo_id, **{k: v for k, v in pinned.items() if v is not None})
-    except (FileNotFoundError, OSError) as error:
-        if local:
+    except Exception as error:
+        if local or _is_from_imported_code(error):
             raise
+        # There is no build for this machine, or no network: another source may have the kernel.
         raise _NotThereError(str(error).strip().partition("\n")[0]) from error
     return module, f"local, {kernel.hub.repo_id}" if local else str(kernel.hub.version or kernel.hub.revision)
+
+
+def _is_from_imported_code(error: Exception) -> bool:
+    """Whether an error was raised while a module's code ran, and not on the way to it."""
+    frames = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    return "exec_module" in frames
 
 
 def _from_distribution(kernel: ExternalKernel) -> tuple[Any, str | None]:
