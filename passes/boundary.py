@@ -115,6 +115,8 @@ class Boundary:
 
     def _require_one_context(self, last: Node) -> None:
         for node in self.region if self.contexts else ():
+            if node > last:
+                break
             if self.contexts[node][1] != 0:
                 raise NotProvenError(f"{node.name} runs inside an autocast context of the graph's own", node)
             if self.contexts[node] != self.contexts[last]:

@@ -71,11 +71,12 @@ def _selection(node: Node) -> Node | None:
             return None
         if name_of(node) == "getitem" and arguments(node)[1] == 1 and name_of(source) in ("topk", "sort"):
             return source if _along_last_axis(source) else None
-        is_integer_source = isinstance(value_of(source), torch.Tensor) and not value_of(source).is_floating_point()
+        if not isinstance(value, torch.Tensor) or not isinstance(value_of(source), torch.Tensor):
+            return None
         keeps_slots = name_of(node) in _KEEPS_SLOTS and value.shape[-1:] == value_of(source).shape[-1:]
         # Some of a token's slots are as distinct as all.
         cuts_slots = name_of(node) in _CUTS_SLOTS and value.dim() == value_of(source).dim() and _is_cut(node)
-        if not is_integer_source or not (keeps_slots or cuts_slots):
+        if value_of(source).is_floating_point() or not (keeps_slots or cuts_slots):
             return None
         node = source
 
