@@ -10,6 +10,7 @@ operator that reads something of the block and has no rule gets no fact: it stay
 counts as coming from outside. Whether the block can do without it shows at the end, when the output is put together.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_compile.passes.facts import Fact, Label, Size, expression, is_tensor, same_size, shape_of
+from moe_compile.passes.facts import Fact, Label, Size, expression, is_tensor, is_tokens, same_size, shape_of, wide
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import NormalForm
 
@@ -95,6 +96,7 @@ class Block:
         weighted: outputs that weigh and sum in one product -> the routing weight.
         fills: values put together of each expert's rows -> (expert, its rows) of those that have written so far.
         cuts: values that are one expert's part of all sorted rows -> those.
+        kept: the matrix of marks that says which pairs remain, None if all do.
         counted: unbacked symbol -> the sum of ends of experts that it is; see `recognize_split`.
         num_experts: E, each with the operator that says so.
         needs_masking: operators that are right only if the rows of sentinels end up as zeros, each with what it does.
@@ -118,6 +120,7 @@ class Block:
     weighted: dict[Node, Node] = field(default_factory=dict)
     fills: dict[Node, tuple[tuple[int, Node], ...]] = field(default_factory=dict)
     cuts: dict[Node, Node] = field(default_factory=dict)
+    kept: Node | None = None
     counted: dict[Any, dict[int, int]] = field(default_factory=dict)
     num_experts: list[tuple[int, Node]] = field(default_factory=list)
     needs_masking: list[tuple[Node, str]] = field(default_factory=list)
@@ -173,6 +176,19 @@ class Block:
         """Whether an argument is a number, or a value that the router made or that comes from outside."""
         return not is_tensor(node) or (node not in self.unproven and self.kind(node) in OPEN)
 
+    def keep(self, marks: Node) -> bool:
+        """Notes that only the pairs in a matrix of marks remain; False if another one was noted."""
+        self.kept = self.kept or marks
+        return self.kept is marks or (self.kept.target, self.kept.args) == (marks.target, marks.args)
+
+    def kept_rows(self, column: Node) -> Label:
+        """The label of the rows that a column of marks keeps, None if it is no such column."""
+        fact = self.facts[column]
+        if fact.kind != "gates" or fact.expert is None or fact.base is None or fact.off != 0:
+            return None
+        is_matrix = self.kind(fact.base) == "gates" and self.facts[fact.base].off == 0
+        return f"R{fact.expert}@" if is_matrix and self.keep(fact.base) else None
+
     def turns(self, node: Node, labels: list[Label], before: list[Size]) -> list[Label] | None:
         """The labels of a value that is repeated along a new axis, once for each expert; None for any other."""
         if not self.dense or not self.num_experts or "E" in labels or "ET" in labels:
@@ -184,8 +200,20 @@ class Block:
         return ["E" if axis == grown[0] else label for axis, label in enumerate(labels)]
 
     def is_token(self, node: Any) -> bool:
-        """Whether an argument counts tokens; with one slot per token, pairs are tokens."""
-        return self.kind(node) == "token" or (self.kind(node) == "pair" and self.top_k == 1)
+        """Whether an argument picks tokens; with one slot per token, pairs are tokens."""
+        fact = self.fact(node)
+        if fact is None or fact.kind not in ("token", "pair", "mask", "gates"):
+            return False
+        if fact.kind in ("mask", "gates"):
+            return bool(node.meta["val"].dtype is torch.bool) and (
+                is_tokens(wide(fact.labels)) or (self.top_k == 1 and fact.labels == ("N",))
+            )
+        return fact.kind == "token" or self.top_k == 1
+
+    def runs_along_tokens(self, node: Node) -> bool:
+        """Whether all axes of a value but the last run along all tokens."""
+        *tokens, _ = shape_of(node)
+        return bool(tokens) and same_size(math.prod(tokens), self.num_tokens)
 
     def is_leading(self, node: Node, size: Size, axis: int = 0) -> bool:
         """Whether an axis of a value has a size."""

@@ -56,6 +56,8 @@ def find_candidates(gm: GraphModule) -> list[Candidate]:
                 width = {_last_size(mark) for mark in marks if name_of(mark) in MATRICES}
                 experts = width.pop() if len(width) == 1 else None
                 found = Candidate("dense", root, tokens, seeds.top_k, tuple(nodes), marks[0], hidden, experts)
+        if found is None:
+            found = sparse_region(root, "grouped_mm", seeds.top_k, position)
         if found is not None:
             first = next(iter(seeds.by_form.get(form, ())), found.seed)
             candidates.append(replace(found, seed=first if found.form != "dense" else found.seed))

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from moe_compile.passes.block import OPEN, arguments, aten
 from moe_compile.passes.candidates import value_of
-from moe_compile.passes.facts import Label, expression, is_tensor, same_size, shape_of
+from moe_compile.passes.facts import Label, expression, is_tensor, is_tokens, same_size, shape_of, wide
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.normalize import probe, trace
 from moe_compile.passes.plan import GATES, Plan, Product, of_first_expert, unrepeated, without_unit_axes
@@ -98,9 +98,14 @@ class _Writer:
         plan, block = self.plan, self.block
         ids = self.outside(block.root)
         self.ids_TK = ids if ids.dim() == 2 else ids.reshape(-1, block.top_k)
+        self.routed_TK = self.ids_TK
         self.hidden = self.outside(plan.hidden)
         if self.hidden.dim() != 2:
             self.hidden = self.hidden.flatten(0, -2)
+        if block.kept is not None:
+            # A pair that is not kept is a sentinel's: no expert runs on it.
+            kept_TK = self.gates_TK(block.kept, self.hidden) != 0
+            self.ids_TK = torch.where(kept_TK, self.ids_TK, plan.num_experts)
         routed = self.ids_TK.reshape(-1, 1) if plan.per_pair else self.ids_TK
         self.rows, self.offsets, self.order = torch.ops.moe.dispatch(self.hidden, routed, plan.num_experts)
         y = self.value(plan.rows, True)
@@ -131,6 +136,9 @@ class _Writer:
     def gates_TK(self, node: Node, like: Tensor) -> Tensor:  # noqa: N802
         """The numbers that a matrix of tokens and experts, or a column of it, holds for the pairs."""
         fact = self.block.facts[node]
+        if node.target is aten.gather.default:
+            node = self.block.facts[arguments(node)[0]].base  # type: ignore[assignment]
+            fact = self.block.facts[node]
         if fact.kind == "mask":
             return like.new_ones(self.ids_TK.shape, dtype=value_of_node(node).dtype)
         if fact.expert is not None and fact.base is not None and self.block.kind(fact.base) is None:
@@ -146,7 +154,7 @@ class _Writer:
             axes = [axis for axis, label in enumerate(labels) if label is not None and label != "E"]
             others = [axis for axis, label in enumerate(labels) if label is None]
             value_TE = value.permute(*axes, labels.index("E"), *others).reshape(-1, self.plan.num_experts)
-        return value_TE.gather(1, self.ids_TK.long()).to(value_of_node(node).dtype)
+        return value_TE.gather(1, self.routed_TK.long()).to(value_of_node(node).dtype)
 
     # Values of the block ---------------------------------------------------------------------------------------------
 
@@ -249,16 +257,24 @@ class _Writer:
             kinds = [self.block.facts[index].kind for index in indices if index is not None]
             counted = {"token": "T", "slot": "K", "pair": "N"}
             labels = [counted.get(kind) for kind in kinds]
-            if kinds == ["mask"]:
+            if kinds in (["mask"], ["gates"]):
                 labels = list(self.block.facts[indices[axis]].labels)
+        elif node.target is aten.gather.default and self.block.kind(base) == "gates":
+            weights = self.gates_TK(node, self.hidden).flatten()
+            return self._along(weights, 0, "N", in_order).reshape(self._shape(node))
         else:
             axis = int(indices) % len(shape_of(base))
             labels = ["T" if self.block.facts[arguments(node)[2]].kind == "token" else "N"]
+        if self.block.kind(base) == "gates":
+            weights = self.gates_TK(base, self.hidden).flatten()
+            return self._along(weights, 0, "N", in_order).reshape(self._shape(node))
         if in_order and axis == 0 and base is self.plan.picked:
             return self.rows
         if in_order and axis == 1 and self._is_unsqueezed_hidden(base):
             return self.rows.unsqueeze(0)
         value = self.outside(base)
+        if is_tokens(wide(tuple(labels))):
+            value, labels = value.flatten(axis, axis + len(labels) - 1), ["T"]
         if len(labels) == 2:
             value = (value.transpose(axis, axis + 1) if labels == ["K", "T"] else value).flatten(axis, axis + 1)
             labels = ["N"]

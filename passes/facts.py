@@ -8,7 +8,8 @@ Every axis of a value that has a fact is labelled with what it counts, or None f
     T   tokens; T0, T1, ... if they take several axes       S    sorted positions; S<e> those of expert e, P of all
     K   slots                                               C    positions in the order in which pieces were joined
     N   pairs, t*K + k                                      E    experts; ET every token, once for each expert
-    R<e>  the pairs of expert e, in their order
+    R<e>  the pairs of expert e, in their order; R<e>@ those that a matrix of marks keeps
+    M   the entries that such a matrix keeps, token by token
 
 A label speaks of positions, not of contents. A value without a fact comes from outside the block.
 """
@@ -37,6 +38,8 @@ Kind = Literal[
     "sentinel",  # ids >= E
     "gates",  # one number per token and expert, the same wherever the token does not go to the expert
     "slots",  # a number per pair where the pair goes to one expert, else zero
+    "hit",  # whether an expert has tokens at all
+    "turn",  # place among the entries of a matrix of marks, for each sorted position
     "counts",  # pairs per expert
     "offsets",  # cumulated counts
     "count",  # pairs of one expert
@@ -211,6 +214,11 @@ def token_labels(sizes: Sequence[Size]) -> list[Label]:
     wide = [axis for axis, size in enumerate(sizes) if not same_size(size, 1)] or [0]
     names = {axis: "T" if len(wide) == 1 else f"T{place}" for place, axis in enumerate(wide)}
     return [names.get(axis) for axis in range(len(sizes))]
+
+
+def wide(labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    """The labels of axes that count something."""
+    return tuple(label for label in labels if label is not None)
 
 
 def is_tokens(labels: tuple[Label, ...]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from moe_compile.passes.block import Block, Rule, arguments, aten, is_constant_fill, rule
-from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of
+from moe_compile.passes.facts import Fact, Label, is_tensor, is_tokens, same_size, shape_of, wide
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.rowwise import keeps_axes, labels_of, reduced_axes
 
@@ -29,20 +29,22 @@ def _pick(block: Block, node: Node) -> Fact | None:
     given = [block.fact(indices[axis]) for axis in at]
     if not is_tensor(base) or not at or any(fact is None for fact in given) or at != list(range(at[0], at[-1] + 1)):
         return None
-    facts = [fact for fact in given if fact is not None]
-    counts, row = _counted(facts, indices[at[0]].meta["val"].dtype is torch.bool)
+    counts, row = picked_rows(block, [indices[axis] for axis in at])
     if row is None:
         return None
-    sizes = {"T": block.num_tokens, "K": block.top_k, "N": block.pairs}
-    covered = at[0] + len(counts)
-    shape = shape_of(base)
+    shape, covered = shape_of(base), at[0] + len(counts)
     fact = block.fact(base)
     if fact is not None and fact.kind == "output":
-        is_row = counts == ("T",) and at == [0] and fact.labels == ("T", None)
+        is_row = at[0] == 0 and is_tokens(wide(counts)) and fact.labels == (*counts, None)
         return Fact("read", (row, None), base=base) if is_row else None
+    if fact is not None and fact.kind == "gates":
+        return _picked_weights(block, node, at[0], counts, row)
     if fact is not None and (fact.kind not in ("rows", "ids") or fact.labels[at[0] : covered] != counts):
         raise NotProvenError(f"{node.name} reorders something that is not in the order of pairs", node)
-    if covered > len(shape) or not all(map(same_size, shape[at[0] : covered], (sizes[c] for c in counts))):
+    sizes = {"T": block.num_tokens, "K": block.top_k, "N": block.pairs}
+    first = indices[at[0]]
+    expected = shape_of(first) if _is_mask(block, first) else tuple(sizes[count or ""] for count in counts)
+    if covered > len(shape) or not all(map(same_size, shape[at[0] : covered], expected)):
         raise NotProvenError(f"{node.name} picks from {tuple(shape)}, which has not one entry per token or pair", node)
     own = labels_of(block, base)
     labels: tuple[Label, ...] = (*own[: at[0]], row, *own[covered:])
@@ -53,20 +55,56 @@ def _pick(block: Block, node: Node) -> Fact | None:
     return Fact("rows", labels)
 
 
-def _counted(facts: list[Fact], is_boolean: bool) -> tuple[tuple[str, ...], Label]:
+def _is_mask(block: Block, index: Node) -> bool:
+    return block.kind(index) in ("mask", "gates") and index.meta["val"].dtype is torch.bool
+
+
+def picked_rows(block: Block, indices: list[Node]) -> tuple[tuple[Label, ...], Label]:
     """Which axes some index values run over, and which rows they pick; ((), None) if they are no such indices."""
+    facts = [block.facts[index] for index in indices]
     kinds = tuple(fact.kind for fact in facts)
-    rows = {fact.labels for fact in facts}
-    if kinds == ("mask",) and is_boolean:
-        labels = facts[0].labels
-        if labels in (("N",), ("T", "K")):
-            return tuple(lb for lb in labels if lb), f"R{facts[0].expert}"
+    first = facts[0]
+    if len(facts) == 1 and _is_mask(block, indices[0]):
+        labels = first.labels
+        if first.kind == "gates":
+            row = block.kept_rows(indices[0])
+            return (labels, row) if row is not None and is_tokens(wide(labels)) else ((), None)
+        if labels in (("N",), ("T", "K")) or is_tokens(wide(labels)):
+            return labels, f"R{first.expert}"
         return (), None
-    if len(rows) != 1 or len(facts[0].labels) != 1:
+    if len({fact.labels for fact in facts}) != 1 or len(first.labels) != 1:
         return (), None
     counts = {"token": "T", "slot": "K", "pair": "N"}
     counted = tuple(counts.get(kind, "") for kind in kinds)
-    return (counted, facts[0].labels[0]) if counted in (("T",), ("N",), ("T", "K"), ("K", "T")) else ((), None)
+    return (counted, first.labels[0]) if counted in (("T",), ("N",), ("T", "K"), ("K", "T")) else ((), None)
+
+
+def _picked_weights(block: Block, node: Node, axis: int, counts: tuple[Label, ...], row: Label) -> Fact | None:
+    """One expert's column of the weights at its tokens, or all of them at each sorted row's token."""
+    base = arguments(node)[0]
+    fact = block.facts[base]
+    if axis != 0 or fact.off != 0 or row is None or not is_tokens(wide(counts)):
+        return None
+    if fact.expert is None:
+        matches = fact.labels == (*counts, "E") and row == "S"
+        return Fact("gates", ("S", "E"), base=base) if matches else None
+    if row.partition("@")[0] != f"R{fact.expert}" or fact.labels[: len(counts)] != counts:
+        raise NotProvenError(f"{node.name} picks expert {fact.expert}'s weights for the rows of another", node)
+    block.leaves.add(node)
+    return Fact("rows", (row, *fact.labels[len(counts) :]))
+
+
+@rule(RULES, aten.gather.default)
+def _weight_of_row(block: Block, node: Node) -> Fact | None:
+    """Of all weights of a row's token, that of its own expert."""
+    base, dim, index = arguments(node)[:3]
+    fact, ids = block.fact(base), block.fact(index)
+    if fact is None or fact.kind != "gates" or fact.labels != ("S", "E") or ids is None or ids.kind != "ids":
+        return None
+    if int(dim) % 2 != 1 or ids.labels != ("S", None) or not same_size(shape_of(node)[1], 1):
+        return None
+    block.leaves.add(node)
+    return Fact("rows", ("S", None))
 
 
 @rule(RULES, aten.index_select.default)

@@ -20,7 +20,7 @@ from moe_compile.passes.block import Block, arguments, aten
 from moe_compile.passes.facts import Label, Size, expression, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.recognize_expert_loop import experts_alike
-from moe_compile.passes.rowwise import VIEWS
+from moe_compile.passes.rowwise import VIEWS, shape_equal
 
 # Casts and changes of shape: nothing is computed, and zeros stay zeros.
 ONE_TO_ONE = (
@@ -263,7 +263,7 @@ def _with_bias(
 def _split_weight(block: Block, summed: Node) -> tuple[Node | None, tuple[Label, ...], Node]:
     """(routing weight, labels of the multiplication, rows without it)."""
     node = summed
-    while node.target is aten._to_copy.default or node in block.passed or node in block.fills or node.target in VIEWS:
+    while _passes_on(block, node):
         if node in block.fills:
             node = of_first_expert(block.fills[node])
             continue
@@ -278,6 +278,13 @@ def _split_weight(block: Block, summed: Node) -> tuple[Node | None, tuple[Label,
             if block.kind(rows) == "rows" and per_pair == [False, True]:
                 return weight, labels, rows
     return None, (), summed
+
+
+def _passes_on(block: Block, node: Node) -> bool:
+    """Whether an operator casts or moves rows, and computes nothing."""
+    if node.target is aten._to_copy.default or node in block.passed or node in block.fills or node.target in VIEWS:
+        return True
+    return node.target in ONE_TO_ONE and shape_equal(node, arguments(node)[0])
 
 
 def _is_per_pair(block: Block, node: Any, labels: tuple[Label, ...]) -> bool:
@@ -337,11 +344,11 @@ def _hidden(block: Block, products: dict[Node, Product]) -> tuple[Node, Node, No
     for node in [rows] if rows not in block.facts else term(block, rows):
         if node in block.tokens:
             return node, node, None, False
-        if node in block.leaves:
+        if node in block.leaves and block.kind(arguments(node)[0]) is None:
             base: Any = arguments(node)[0]
             if base.target is aten.unsqueeze.default and arguments(base)[1] in (0, -3):
                 base = arguments(base)[0]
-            if len(shape_of(base)) == 2 and block.is_leading(base, block.num_tokens):
+            if block.runs_along_tokens(base):
                 return base, base, None, False
             if len(shape_of(base)) == 2 and block.is_leading(base, block.pairs):
                 source = unrepeated(block, base)

@@ -23,6 +23,7 @@ from moe_compile.passes import (
     gather,
     recognize_batched_mm,
     recognize_dense,
+    recognize_dispatcher,
     recognize_expert_loop,
     recognize_grouped_mm,
     recognize_split,
@@ -49,6 +50,7 @@ _RULES = merge(
         recognize_batched_mm.RULES,
         recognize_split.RULES,
         recognize_dense.RULES,
+        recognize_dispatcher.RULES,
         recognize_expert_loop.RULES,
         rowwise.RULES,
     )
@@ -266,6 +268,8 @@ def _gathers_matrices(block: Block, node: Node) -> bool:
 def _form(block: Block, plan: Plan) -> str:
     if block.dense:
         return "dense"
+    if any(fact.kind == "turn" for fact in block.facts.values()):
+        return "dispatcher"
     if not all(product.stacked for product in plan.products.values()):
         return "expert_split" if block.cuts else "expert_loop"
     grouped = any(fact.kind == "offsets" for fact in block.facts.values())

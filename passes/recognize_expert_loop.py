@@ -19,7 +19,8 @@ import torch
 from torch.fx import Node
 
 from moe_compile.passes.block import Block, Rule, arguments, aten, is_arange, is_constant_fill, is_uninitialised, rule
-from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of
+from moe_compile.passes.facts import Fact, Label, is_tensor, same_size, shape_of, token_labels
+from moe_compile.passes.gather import picked_rows
 from moe_compile.passes.match import NotProvenError
 from moe_compile.passes.rowwise import keeps_axes, labels_of, reduced_axes, shape_equal
 
@@ -88,10 +89,13 @@ def _mask_of_tokens(block: Block, node: Node) -> Fact | None:
 @rule(RULES, aten.nonzero.default)
 def _positions(block: Block, node: Node) -> Fact | None:
     fact = block.fact(arguments(node)[0])
+    if fact is not None and fact.kind == "gates" and fact.expert is not None and fact.labels == ("T",):
+        row = block.kept_rows(arguments(node)[0])
+        return Fact("positions", (row, None), expert=fact.expert, columns=("T",)) if row is not None else None
     if fact is None or fact.kind != "mask":
         return None
     named = tuple(label for label in fact.labels if label is not None)
-    if named not in (("T", "K"), ("N",), ("K", "T")) or len(named) != len(fact.labels):
+    if named not in (("T", "K"), ("N",), ("K", "T"), ("T",)) or len(named) != len(fact.labels):
         raise NotProvenError(f"{node.name} finds the rows of an expert in a mask of unknown axes", node)
     # Slots first lists the same pairs in another order, so those rows must not meet rows in the usual one.
     rows = f"R{fact.expert}" + ("'" if named == ("K", "T") else "")
@@ -122,9 +126,16 @@ def _only_column(block: Block, node: Node) -> Fact | None:
     return _column(fact, fact.columns[0])
 
 
-def _column(fact: Fact, label: Label) -> Fact:
-    kinds: dict[Label, Any] = {"T": "token", "K": "slot", "N": "pair"}
-    return Fact(kinds[label], (fact.labels[0],), expert=fact.expert)
+def _column(fact: Fact, label: Label) -> Fact | None:
+    kinds: dict[Label, Any] = {"T": "token", "K": "slot", "N": "pair", "E": "ids", "turn": "turn"}
+    return Fact(kinds[label], (fact.labels[0],), expert=fact.expert) if label in kinds else None
+
+
+@rule(RULES, aten.any.default)
+def _hit(block: Block, node: Node) -> Fact | None:
+    """Whether an expert has tokens, which a module asks before it runs it."""
+    fact = block.fact(arguments(node)[0])
+    return Fact("hit", ()) if fact is not None and fact.kind in ("mask", "gates") else None
 
 
 @rule(RULES, aten.index_add.default)
@@ -132,6 +143,22 @@ def _add_rows(block: Block, node: Node) -> Fact | None:
     base, dim, index, rows = arguments(node)
     if dim != 0 or node.kwargs.get("alpha", 1) != 1 or not block.is_token(index):
         return None
+    return _added(block, node, base, index, rows)
+
+
+@rule(RULES, aten.scatter_add.default, aten.scatter_reduce.two)
+def _scatter_rows(block: Block, node: Node) -> Fact | None:
+    """Sums by a token index that was repeated for every feature."""
+    base, dim, index, rows = arguments(node)[:4]
+    fact = block.fact(index)
+    if fact is None or dim != 0 or fact.kind != "token" or any(fact.labels[1:]):
+        return None
+    if node.target is aten.scatter_reduce.two:
+        includes = arguments(node)[5] if len(node.args) > 5 else node.kwargs.get("include_self", True)
+        if arguments(node)[4] != "sum" or not (includes or is_constant_fill(base, 0)):
+            raise NotProvenError(f"{node.name} reduces by something else than a sum", node)
+    if not all(map(same_size, shape_of(index), shape_of(rows))):
+        raise NotProvenError(f"{node.name} adds fewer features than the rows have", node)
     return _added(block, node, base, index, rows)
 
 
@@ -150,6 +177,11 @@ def _put_rows(block: Block, node: Node) -> Fact | None:
             raise NotProvenError(f"{node.name} keeps one of several rows of a token, and the ids may repeat", node)
         (part,) = update.parts
         return _added(block, node, base, index, part[1])
+    if block.is_token(index) and block.top_k == 1 and not accumulates and block.kind(rows) == "rows":
+        # A token's one expert writes where there were zeros.
+        before = block.fact(base)
+        if is_constant_fill(base, 0) or (before is not None and before.kind == "output" and before.base is None):
+            return _added(block, node, base, index, rows)
     return _filled(block, node, base, indices, rows) if not accumulates else None
 
 
@@ -173,23 +205,27 @@ def _read_from(block: Block, read: Any) -> Node | None:
     if read not in block.leaves or read.target is not aten.index.Tensor:
         return None
     base, indices = arguments(read)
-    by_token = len(indices) == 1 and block.is_token(indices[0]) and len(shape_of(base)) == 2
+    by_token = len(indices) == 1 and block.is_token(indices[0]) and block.runs_along_tokens(base)
     return base if by_token and is_constant_fill(base, 0) else None
 
 
 def _added(block: Block, node: Node, base: Any, index: Any, rows: Any) -> Fact | None:
-    expert = block.facts[index].expert
+    fact = block.facts[index]
+    expert = fact.expert
     if expert is None:
         return None
-    if block.kind(rows) != "rows" or block.facts[rows].labels != (*block.facts[index].labels, None):
+    row = fact.labels[0] if fact.kind in ("token", "pair") else picked_rows(block, [index])[1]
+    if block.kind(rows) != "rows" or block.facts[rows].labels != (row, None):
         raise NotProvenError(f"{node.name} adds something else than the rows of expert {expert}", node)
-    if not block.is_leading(base, block.num_tokens) or not same_size(shape_of(base)[-1], shape_of(rows)[1]):
+    whole = fact.kind in ("mask", "gates") or len(shape_of(base)) == 2
+    if not whole or not block.runs_along_tokens(base) or not same_size(shape_of(base)[-1], shape_of(rows)[1]):
         raise NotProvenError(f"{node.name} adds to a buffer that has not one row per token", node)
     before = block.fact(base)
     if before is not None and (before.kind != "output" or any(e < 0 for e, _ in before.parts)):
         raise NotProvenError(f"{node.name} adds expert {expert} to something that is no sum over experts", node)
     start = before.base if before is not None else None if is_constant_fill(base, 0) else base
-    return Fact("output", ("T", None), base=start, parts=_extended(before, expert, rows, node))
+    labels = (*token_labels(shape_of(base)[:-1]), None)
+    return Fact("output", labels, base=start, parts=_extended(before, expert, rows, node))
 
 
 def _extended(before: Fact | None, expert: int, rows: Node, node: Node) -> tuple[tuple[int, Node], ...]:

@@ -211,7 +211,7 @@ def _join(block: Block, node: Node) -> Fact | None:
     block.expect_experts(len(parts), node)
     # Of masks, the pieces are in the order of a stable sort, which the sort of the same ids need not be.
     joined = "S" if label[0] == "S" else "C"
-    _learn_size(block, node)
+    learn_size(block, node)
     if first.kind != "rows":
         return Fact(first.kind, (joined,))
     block.fills[node] = tuple(parts)
@@ -222,12 +222,12 @@ def _padded(block: Block, node: Node, operands: list[Node], first: Fact) -> Fact
     """Rows of no expert behind those of all, as zeros."""
     if not all(is_constant_fill(operand, 0) and operand not in block.facts for operand in operands[1:]):
         raise NotProvenError("cat puts other rows behind those of all experts than zeros", node)
-    _learn_size(block, node)
+    learn_size(block, node)
     block.passed[node] = operands[0]
     return first
 
 
-def _learn_size(block: Block, node: Node) -> None:
+def learn_size(block: Block, node: Node) -> None:
     """All experts' rows are all rows: writes the sum of their numbers as N from here on."""
     total, pairs = expression(shape_of(node)[0]), expression(block.pairs)
     symbol = next((s for s in sorted(total.free_symbols - pairs.free_symbols, key=str) if total.coeff(s) == 1), None)
