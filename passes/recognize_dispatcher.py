@@ -1,14 +1,14 @@
 """The dispatcher's form: pairs are the entries of a matrix of weights that are not zero.
 
-    gates = zeros(T, E).scatter(1, ids, weights)               kept = gates.gather(1, ids) != 0
-    places, order = nonzero(gates).sort(0)                     rows, offsets, order = dispatch(x, where(kept, ids, E), E)
+    gates = zeros(T, E).scatter(1, ids, weights)               ids = where(gates.gather(1, ids) != 0, ids, E)
+    places, order = nonzero(gates).sort(0)                     rows, offsets, order = dispatch(x, ids, E)
     token = nonzero(gates)[order[:, 1], 0]                ->
     pieces = x[token].split((gates > 0).sum(0).tolist())       h = grouped_linear(rows, w_up, b_up, offsets, False)
-    y = cat([expert(p) ...]) * gates[token].gather(1, places[:, 1:])        y = grouped_linear(...)
+    y = cat([expert(p) for each p]) * gates[token][...]        y = grouped_linear(...)
     out = zeros.index_add(0, token, y)                         out = combine(y, gates.gather(1, ids), order, dtype)
 
-The dispatcher of Shazeer's 2017 paper, as it was ported to torch many times, is of this form. Sorting each column of the
-positions alone looks odd, but what it returns for the experts' column is a sort of the pairs by expert. The entries
+The dispatcher of Shazeer's 2017 paper, as it was ported to torch many times, is of this form. Sorting each column of
+the positions alone looks odd, but what it returns for the experts' column is a sort of the pairs by expert. The entries
 are at most a token's own experts; those that happen to be zero become sentinels, so they are left out here as there.
 """
 
