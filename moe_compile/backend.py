@@ -15,14 +15,15 @@ from moe_compile.capture import tracing
 from moe_compile.capture.sub_configs import sub_configs
 from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
 from moe_compile.decision import ON_REJECT, OnReject
-from moe_compile.errors import FallbackWarning, NoExpertsWarning, OptionError, SelectionError
+from moe_compile.errors import FallbackWarning, NoExpertsWarning, OptionError, SelectionError, UnseenExpertsWarning
 from moe_compile.kernels.external.environment import describe_environment
 from moe_compile.kernels.external.loading import registered_loaders
 from moe_compile.modes import CompileSettings, nearest, resolve_settings
-from moe_compile.report import Block, GraphSummary, Rejected
+from moe_compile.report import UNSEEN_REMEDY, Block, GraphSummary, Rejected, Unseen
 from moe_compile.rewriter import Rewriter
 from moe_compile.rules import Situation
 from moe_compile.selection import Experts, Selection
+from moe_compile.unseen import UnseenExperts
 
 
 class _Choice:
@@ -66,6 +67,7 @@ class MoeBackend:
         """Drops the record of what was compiled."""
         self.blocks: dict[str, Block] = {}
         self.rejected: list[Rejected] = []
+        self.unseen = UnseenExperts()
         self.graphs: list[GraphSummary] = []
         self._warned: set[str] = set()
 
@@ -110,9 +112,10 @@ class MoeBackend:
             self.blocks.update(rewriter.blocks)
             self.rejected += rewriter.rejected
         if translator is not None:
-            self.learn_paths(translator)
+            self.learn_paths(tracing.root_module(translator))
             self._check_keys(translator)
             if rewriter.blocks:
+                self.unseen.reach_code(translator.f_code)
                 tracing.guard_attribute(translator, self.choice, "signature")
             elif tracing.is_whole_model(translator):
                 self._warn_without_experts()
@@ -166,9 +169,8 @@ class MoeBackend:
 
     # What capture calls, while Dynamo traces -------------------------------------------------------------------------
 
-    def learn_paths(self, translator: tracing.InstructionTranslator) -> None:
+    def learn_paths(self, root: torch.nn.Module | None) -> None:
         """Remembers the paths of a compiled module's children, for frames that are traced on their own later on."""
-        root = tracing.root_module(translator)
         if root is None or root in self._paths:
             return
         for path, module in root.named_modules():
@@ -193,6 +195,22 @@ class MoeBackend:
         with self._lock:
             self.blocks[tag] = block
 
+    def note_attempt(self, attempt: tracing.Attempt) -> None:
+        """Warns if a frame that Dynamo is done with shows that some experts never reach the compiler."""
+        for module in attempt.modules:
+            self.learn_paths(module)
+        unseen = self.unseen.after(attempt, list(self._paths))
+        if unseen is not None:
+            self.warn_once(
+                f"the experts of {unseen.class_name} never reach the compiler: Dynamo stops at {unseen.source} "
+                f"({unseen.reason}). {UNSEEN_REMEDY}",
+                UnseenExpertsWarning,
+            )
+
+    def unseen_experts(self) -> tuple[Unseen, ...]:
+        """Experts that never reached the compiler."""
+        return self.unseen.listing(self._paths)
+
     def warn_once(self, text: str, category: type[Warning] = FallbackWarning) -> None:
         """Warns, unless this backend has given the same warning before."""
         with self._lock:
@@ -202,7 +220,7 @@ class MoeBackend:
         warnings.warn(text, category, stacklevel=2)
 
     def _warn_without_experts(self) -> None:
-        if self.blocks:
+        if self.blocks or self.unseen_experts():
             return
         looked = "; ".join(f"{item.path or item.source}: {item.reason}" for item in self.rejected)
         self.warn_once(

@@ -81,6 +81,10 @@ class NoExpertsWarning(UserWarning):
     """The compiled model holds no experts block."""
 
 
+class UnseenExpertsWarning(NoExpertsWarning):
+    """An experts block never reaches the compiler: Dynamo left it to uncompiled Python, or split it."""
+
+
 class FallbackWarning(UserWarning):
     """Another experts backend runs than the one that was asked for."""
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from moe_compile.backend import MoeBackend
 from moe_compile.backend import backend as make_backend
 from moe_compile.decision import OnReject
-from moe_compile.errors import FallbackWarning
+from moe_compile.errors import FallbackWarning, UnseenExpertsWarning
 from moe_compile.kernels.external.loading import LoadedKernel, loaded_kernels
 from moe_compile.modes import resolve_settings
 from moe_compile.report import Explanation, GraphBreak
@@ -58,6 +58,7 @@ def explain(
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     with _state_of(function), limits, warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
+        warnings.simplefilter("ignore", UnseenExpertsWarning)
         try:
             torch.compile(run, backend=recorder, mode=mode)(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as caught:
@@ -71,6 +72,7 @@ def explain(
         rejected=tuple(dict.fromkeys(recorder.rejected)),
         error=error,
         kernels=_kernels_of(recorder),
+        unseen=recorder.unseen_experts(),
     )
 
 

@@ -11,6 +11,11 @@ from moe_compile.spec import ExpertsSpec
 
 Found = Literal["captured", "graph"]
 
+UNSEEN_REMEDY = (
+    "Compile with moe_compile.compile(model, experts), or call moe_compile.prepare(model, *example_args) before "
+    "torch.compile: the block then becomes part of one graph"
+)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -60,6 +65,23 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Unseen:
+    """Experts that never reached the compiler: their Python code runs uncompiled, or was split around their routing.
+
+    Attributes:
+        path: module path, "" if unknown.
+        class_name: the module's class.
+        reason: why Dynamo stopped in its code, in Dynamo's words.
+        source: `file.py:line` where it stopped.
+    """
+
+    path: str
+    class_name: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True)
 class GraphSummary:
     """One graph that Dynamo handed over.
 
@@ -98,6 +120,7 @@ class Explanation:
         rejected: what looks like an experts block and was left alone.
         error: why the model does not compile, None if it does.
         kernels: kernels of other projects that were loaded for it, from where and in which version.
+        unseen: experts that never reached the compiler.
     """
 
     graphs: tuple[GraphSummary, ...]
@@ -106,6 +129,7 @@ class Explanation:
     rejected: tuple[Rejected, ...]
     error: str | None = None
     kernels: tuple[LoadedKernel, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers and strings, for JSON."""
@@ -127,6 +151,10 @@ class Explanation:
         if self.rejected:
             rows_r = [(r.path or "?", r.form, r.reason, _short(r.source)) for r in self.rejected]
             parts.append(tabulate(rows_r, ["left alone", "form", "reason", "source"]))
+        if self.unseen:
+            rows_u = [(u.path or "?", u.class_name, u.reason, _short(u.source)) for u in self.unseen]
+            parts.append(tabulate(rows_u, ["never seen by the compiler", "class", "Dynamo stopped because", "source"]))
+            parts.append(UNSEEN_REMEDY)
         if self.graph_breaks:
             rows_k = [(_short(k.source) or "?", k.reason) for k in self.graph_breaks]
             parts.append(tabulate(rows_k, ["graph break", "reason"]))

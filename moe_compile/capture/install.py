@@ -18,6 +18,9 @@ _lock = threading.Lock()
 
 def install() -> None:
     """Captures the experts classes of transformers; may be called any number of times, from any thread."""
+    from moe_compile.capture.watch import watch
+
+    watch()
     with _lock:
         if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
             sys.meta_path.insert(0, _AfterImport())

@@ -68,7 +68,8 @@ def plan(interface: Interface) -> str:
         return ""
     frame = tracing.innermost_translator()
     module = tracing.local_value(frame, "self")
-    owner.learn_paths(root)
+    owner.learn_paths(tracing.root_module(root))
+    owner.unseen.reach(type(module))
     path = owner.path_of(module, tracing.module_path(frame, "self"))
     inputs = _inputs(frame, interface)
     spec = interface.spec(module, inputs)
@@ -127,9 +128,11 @@ def traces_for_us() -> bool:
 
 def _owner(root: Any) -> tuple[MoeBackend | None, CompileSettings]:
     """The backend of ours that a trace is for, and what `torch.compile` was asked for."""
-    if root is None:
-        return None, CompileSettings()
-    call = tracing.compiler_call(root)
+    return owner_of(tracing.compiler_call(root)) if root is not None else (None, CompileSettings())
+
+
+def owner_of(call: tracing.CompilerCall) -> tuple[MoeBackend | None, CompileSettings]:
+    """The backend of ours behind a compiler, and what `torch.compile` was asked for."""
     if isinstance(call.compiler, MoeBackend):
         return call.compiler, resolve_settings(call.mode, call.options)
     if is_entry_point(call.compiler):

@@ -3,20 +3,31 @@
 Dynamo offers no public way to ask, while it traces a function, which backend the graph is for, under which options,
 or which module is being traced. All reads of its internals are in this file: `InstructionTranslator.current_tx()`,
 its `output.compiler_fn` (the backend, wrapped by `torch.compile`), `one_graph` (fullgraph), `symbolic_locals`, and
-the guards of the trace. Tried with torch 2.11 and 2.13.
+the guards of the trace; and, when Dynamo is done with a frame, how far it came. Tried with torch 2.11 and 2.13.
 """
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from traceback import FrameSummary
+from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import TensorVariable
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+log = logging.getLogger("moe_compile")
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,11 @@ def root_translator() -> InstructionTranslator | None:
 
 def compiler_call(translator: InstructionTranslator) -> CompilerCall:
     """Unwraps the compiler of a trace to what the user passed as `backend`."""
-    compiler, mode, options = translator.output.compiler_fn, None, None
+    return _unwrapped(translator.output.compiler_fn)
+
+
+def _unwrapped(compiler: Any) -> CompilerCall:
+    mode, options = None, None
     while True:
         keywords = getattr(compiler, "kwargs", None)
         if isinstance(keywords, dict):
@@ -128,3 +143,128 @@ def guard_identity(translator: InstructionTranslatorBase, name: str) -> None:
     variable = translator.symbolic_locals[name].realize()
     if variable.source is not None:
         install_guard(variable.make_guard(GuardBuilder.ID_MATCH))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A place where Dynamo could not follow the model's Python.
+
+    Attributes:
+        reason: Dynamo's words, the first line.
+        stack: the user's frames, the outermost first.
+    """
+
+    reason: str
+    stack: tuple[FrameSummary, ...]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A frame that Dynamo is done with, whatever came of it.
+
+    Attributes:
+        code: of the frame, which Dynamo may have made itself to go on after a graph break.
+        compiler: what the frame was traced for.
+        modules: those that the frame's variables hold.
+        one_graph: whether fullgraph=True was asked for.
+        gave_up: whether the frame runs as uncompiled Python from now on.
+        stops: what stood in the way.
+    """
+
+    code: CodeType
+    compiler: CompilerCall
+    modules: tuple[torch.nn.Module, ...]
+    one_graph: bool
+    gave_up: bool
+    stops: tuple[Stop, ...]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the frame is the rest of one that was split."""
+        return self.code.co_name.startswith("torch_dynamo_resume_in")
+
+
+_listeners: list[Callable[[Attempt], None]] = []
+_last_break: Any = None
+_given_up: WeakSet[CodeType] = WeakSet()
+
+
+def listen(listener: Callable[[Attempt], None]) -> None:
+    """Calls a function after every frame that Dynamo attempts; more than once is as good as once.
+
+    What it raises, a warning turned into an error for instance, is logged. It must not compile: Dynamo holds a lock.
+    """
+    if listener not in _listeners:
+        _listeners.append(listener)
+    if not isinstance(callback_handler.end_callbacks, _Callbacks):
+        callback_handler.end_callbacks = _Callbacks([*callback_handler.end_callbacks, _after_attempt])
+
+
+class _Callbacks(list[Any]):
+    """Dynamo's callbacks, of which ours outlives `torch._dynamo.reset()`: nothing calls us to put it back."""
+
+    def clear(self) -> None:
+        self[:] = [_after_attempt]
+
+
+def _after_attempt(_: object) -> None:
+    breaks = _new_breaks()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _compiles_a_frame(frame):
+        frame = frame.f_back
+    if frame is None:
+        return
+    found = frame.f_locals
+    stops = [Stop(_first_line(reason.reason), tuple(reason.user_stack)) for reason in breaks]
+    error = sys.exc_info()[1]
+    gave_up = isinstance(error, Unsupported | UserError | GuardOnDataDependentSymNode)
+    if gave_up:
+        stops.append(Stop(_first_line(error), tuple(getattr(error, "real_stack", ()))))
+    values = (*found["locals"].values(), *(cell.cell_contents for cell in found["closure"] or () if _is_filled(cell)))
+    attempt = Attempt(
+        code=found["code"],
+        compiler=_unwrapped(found["compiler_fn"]),
+        modules=tuple(value for value in values if isinstance(value, torch.nn.Module)),
+        one_graph=found["one_graph"],
+        gave_up=gave_up,
+        stops=tuple(stops),
+    )
+    if gave_up:
+        _given_up.add(attempt.code)
+    for listener in _listeners:
+        try:
+            listener(attempt)
+        except Exception as error:  # Dynamo would count this compilation as running for ever
+            log.error("%s", error, exc_info=not isinstance(error, Warning))
+
+
+def look_again() -> None:
+    """Lets Dynamo try once more what it gave up on, which it otherwise never looks at again, for whatever backend."""
+    for code in list(_given_up):
+        if not _debug_get_cache_entry_list(code):
+            reset_code(code)
+    _given_up.clear()
+
+
+def _new_breaks() -> list[Any]:
+    """Graph breaks since the last call: Dynamo only appends to its list, until a reset empties it."""
+    global _last_break
+    told = next((i + 1 for i, reason in enumerate(graph_break_reasons) if reason is _last_break), 0)
+    if graph_break_reasons:
+        _last_break = graph_break_reasons[-1]
+    return list(graph_break_reasons[told:])
+
+
+def _compiles_a_frame(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # an empty cell
+        return False
+
+
+def _first_line(words: object) -> str:
+    return str(words).strip().partition("\n")[0]
