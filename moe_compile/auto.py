@@ -1,46 +1,136 @@
-"""`auto`: the backend that was measured fastest among those that are legal.
+"""`auto`: the backend that was measured fastest, among those that are legal, for the block and the token count.
 
-Until a measured table per device exists, three figures decide. On an H200 `triton` wins at every token count up to a
-few hundred rows per expert, in and out of CUDA graphs, and loses to the native grouped GEMM at 2,048 rows of large
-matrices (docs/measured). Without it, gathering the weights wins at one token alone: on a CPU (2 cores, torch 2.13)
-fourfold, because Inductor fuses the gather away, and on an H200 it loses from 8 tokens on.
+Times come from a measured table (`tables.py`): the user's own, which `moe-compile tune` makes, else a shipped one.
+Where no table knows the block, the roofline decides (`roofline.py`). Over all token counts the choices form a ladder:
+with a static T one rung is taken when the graph is compiled, with a symbolic T when it runs.
 """
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from moe_compile.experts_backends import legal_names
+from moe_compile.roofline import estimate
 from moe_compile.rules import Situation
 from moe_compile.spec import ExpertsSpec
+from moe_compile.tables import size_of, tables_for
 
-# Rows per expert up to which the own kernels were measured faster than the native grouped GEMM.
-TRITON_ROWS = 512
+MOST_TOKENS = 1 << 17
+"""Token count up to which a ladder is worked out; its last rung stands for any larger one."""
 
-# Tokens up to which gathering the weights was measured faster than sorting the tokens.
-BATCHED_MM_TOKENS = 1
+# A rung of its own costs compile time: it must be this much faster somewhere than the rung before it.
+_WORTH_A_RUNG = 1.05
+
+_Time = Callable[[str, int], float | None]
 
 
-def auto_name(spec: ExpertsSpec, situation: Situation, tokens: int | torch.SymInt | None) -> str | None:
-    """The name that `auto` stands for.
+@dataclass(frozen=True)
+class Rung:
+    """One choice of a ladder: a backend's name for every T from `first` to `last` (None: without end)."""
+
+    name: str
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What `auto` chooses, by token count.
+
+    Attributes:
+        rungs: from few tokens to many, without gaps.
+        basis: what the choices rest on: a table's device, versions and date, or the rule.
+    """
+
+    rungs: tuple[Rung, ...]
+    basis: str
+
+    def name_for(self, tokens: int) -> str:
+        """The choice at a token count."""
+        return next(rung.name for rung in self.rungs if rung.last is None or tokens <= rung.last)
+
+    def within(self, least: int, most: int | None) -> "Ladder":
+        """The rungs that token counts from `least` to `most` can reach."""
+        reached = [
+            rung
+            for rung in self.rungs
+            if (rung.last is None or rung.last >= least) and (most is None or rung.first <= most)
+        ]
+        return Ladder(tuple(reached), self.basis)
+
+    def __str__(self) -> str:
+        steps = [f"{rung.name} up to T={rung.last}" for rung in self.rungs[:-1]]
+        beyond = f"{self.rungs[-1].name}{' beyond' if steps else ' at every T'}"
+        return f"{', '.join([*steps, beyond])} ({self.basis})"
+
+
+def find_ladder(spec: ExpertsSpec, situation: Situation) -> Ladder | None:
+    """The fastest legal backend for every token count; None if no backend is legal.
 
     Args:
         spec: the block.
         situation: what surrounds it.
-        tokens: T; a symbolic count is taken for many.
-
-    Returns:
-        A legal backend's name, None if no backend is legal.
     """
     legal = legal_names(spec, situation)
-    few = isinstance(tokens, int) and tokens <= BATCHED_MM_TOKENS
-    preference = ("batched_mm", "grouped_mm") if few else ("grouped_mm", "batched_mm")
-    few_rows = _rows_per_expert(spec, tokens) <= TRITON_ROWS
-    # In CUDA graphs the alternative to the own kernels is to gather a matrix per row.
-    own = ("triton",) if few_rows or situation.settings.cuda_graphs else ()
-    return next((name for name in (*own, *preference, "eager") if name in legal), None)
+    # The model's own code cannot be timed from here; it runs where nothing else may.
+    candidates = [name for name in legal if name != "eager"]
+    if len(candidates) <= 1:
+        return Ladder((Rung((candidates or legal)[0], 0, None),), "the only legal one") if legal else None
+    time, basis = _times(spec, situation, candidates)
+    if time is None:
+        return Ladder((Rung(candidates[0], 0, None),), "the block's sizes are not known")
+    return Ladder(tuple(_climb(candidates, time)), basis)
 
 
-def _rows_per_expert(spec: ExpertsSpec, tokens: int | torch.SymInt | None) -> float:
-    """Rows that an expert gets on average, 0 where that is not known."""
-    if not isinstance(tokens, int) or not spec.top_k or not spec.num_experts:
-        return 0
-    return tokens * spec.top_k / spec.num_experts
+def choose(ladder: Ladder, tokens: int | torch.SymInt | None) -> str:
+    """The one name that a ladder comes to: at a static T that rung; a symbolic or unknown count is taken for many."""
+    return ladder.name_for(tokens) if isinstance(tokens, int) else ladder.rungs[-1].name
+
+
+def _times(spec: ExpertsSpec, situation: Situation, candidates: list[str]) -> tuple[_Time | None, str]:
+    """How to time a candidate, and what that rests on."""
+    size = size_of(spec)
+    for table in tables_for(situation) if size is not None else []:
+        assert size is not None
+        cuda_graphs = situation.settings.cuda_graphs and situation.device_type == "cuda"
+        found = table.nearest(size, training=situation.training, cuda_graphs=cuda_graphs)
+        if found is not None and any(found.time(name, 1) is not None for name in candidates):
+            return found.time, table.origin
+    if any(estimate(name, spec, situation, 1) is not None for name in candidates):
+        return lambda name, tokens: estimate(name, spec, situation, tokens), "roofline, nothing was measured"
+    return None, ""
+
+
+def _climb(candidates: list[str], time: _Time) -> list[Rung]:
+    """The ladder's rungs: the choices at powers of two, and where between them they change."""
+
+    def fastest(tokens: int) -> str:
+        times = {name: spent for name in candidates if (spent := time(name, tokens)) is not None}
+        return min(times, key=times.__getitem__) if times else candidates[0]
+
+    counts = [1 << power for power in range(MOST_TOKENS.bit_length())]
+    rungs = [Rung(fastest(1), 0, None)]
+    for index, (below, above) in enumerate(itertools.pairwise(counts), start=1):
+        name = fastest(above)
+        if name == rungs[-1].name or not _is_worth_a_rung(rungs[-1].name, counts[index:], time, fastest):
+            continue
+        low, high = below, above
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fastest(middle) != name else (low, middle)
+        rungs[-1] = Rung(rungs[-1].name, rungs[-1].first, high - 1)
+        rungs.append(Rung(name, high, None))
+    return rungs
+
+
+def _is_worth_a_rung(name: str, counts: list[int], time: _Time, fastest: Callable[[int], str]) -> bool:
+    """Whether staying on a rung would cost more than the noise of a measurement at some larger token count."""
+    for tokens in counts:
+        best, own = time(fastest(tokens), tokens), time(name, tokens)
+        if own is None or (best is not None and own > _WORTH_A_RUNG * best):
+            return True
+        if fastest(tokens) == name:
+            return False
+    return False

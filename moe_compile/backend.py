@@ -24,6 +24,7 @@ from moe_compile.rewriter import Rewriter
 from moe_compile.rules import Situation
 from moe_compile.selection import Experts, Selection
 from moe_compile.unseen import UnseenExperts
+from moe_compile.tables import device_name
 
 
 class _Choice:
@@ -268,6 +269,7 @@ def device_situation(
         traces_whole,
         _has_triton(),
         environment=describe_environment(capability, registered_loaders()),
+        device_name=device_name(device.type),
     )
 
 

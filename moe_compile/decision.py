@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from moe_compile.auto import auto_name
+from moe_compile.auto import Ladder, choose, find_ladder
 from moe_compile.errors import RuleError
 from moe_compile.experts_backends import AUTO, all_reasons, legal_names
 from moe_compile.rules import Situation, error_for
@@ -23,10 +23,12 @@ class Decision:
     Attributes:
         name: the experts backend, None where the model's own code stays because the one asked for is not legal.
         reasons: backend name -> why it is not legal here, without the legal ones.
+        ladder: what `auto` would choose at other token counts, None where a backend was asked for by name.
     """
 
     name: str | None
     reasons: dict[str, str]
+    ladder: Ladder | None = None
 
     @property
     def keeps_own_code(self) -> bool:
@@ -62,9 +64,10 @@ def decide(
     against = {name: found for name, found in all_reasons(spec, situation).items() if found}
     reasons = {name: "; ".join(found) for name, found in against.items()}
     legal = legal_names(spec, situation)
-    name = auto_name(spec, situation, tokens) if asked == AUTO else asked
+    ladder = find_ladder(spec, situation) if asked == AUTO else None
+    name = asked if asked != AUTO else None if ladder is None else choose(ladder, tokens)
     if name is not None and name not in reasons:
-        return Decision(name, reasons)
+        return Decision(name, reasons, ladder)
 
     found = reasons[name] if name is not None else "; ".join(f"{key}: {why}" for key, why in reasons.items())
     if on_reject == "keep":

@@ -91,3 +91,7 @@ class FallbackWarning(UserWarning):
 
 class MemoryWarning(UserWarning):
     """An experts backend is about to copy many bytes per call."""
+
+
+class TableWarning(UserWarning):
+    """A file of measured times is not used, because it is damaged or belongs to another device or release."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from tabulate import tabulate
 
 from moe_compile.kernels.external.loading import LoadedKernel
+from moe_compile.auto import Ladder
 from moe_compile.spec import ExpertsSpec
 
 Found = Literal["captured", "graph"]
@@ -30,6 +31,7 @@ class Block:
         tokens: T, an int or the symbol's name.
         chosen: name of the experts backend that runs it, None where the model's own code stays.
         reasons: experts backend -> why it is not used: its rule, or why the block was not proven.
+        ladder: what `auto` chooses by token count, and on what that rests; None where another backend was asked for.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Block:
     tokens: int | str
     chosen: str | None
     reasons: Mapping[str, str]
+    ladder: Ladder | None = None
 
     @property
     def keeps_own_code(self) -> bool:
@@ -143,6 +146,8 @@ class Explanation:
                 for b in self.blocks
             ]
             parts.append(tabulate(rows, ["path", "form", "spec", "T", "chosen", "source"]))
+            ladders = dict.fromkeys((b.spec.summary(), b.ladder) for b in self.blocks if b.ladder is not None)
+            parts += [f"auto for {spec}: {ladder}" for spec, ladder in ladders]
             reasons = {(name, why) for b in self.blocks for name, why in b.reasons.items()}
             parts += [f"not {name}: {why}" for name, why in sorted(reasons)]
         if self.graphs:

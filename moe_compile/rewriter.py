@@ -89,6 +89,7 @@ class Rewriter:
             tokens=token_count(match.num_tokens),
             chosen=decision.name,
             reasons=decision.reasons,
+            ladder=decision.ladder,
         )
         return None if decision.keeps_own_code else tag
 
@@ -97,23 +98,40 @@ class Rewriter:
         self.rejected.append(Rejected(rejection.path, rejection.form, rejection.reason, rejection.source))
 
     def lowering(self, block: CanonicalBlock) -> Lowering | None:
-        record = self.blocks.get(block.tag)
-        if record is not None and record.chosen is not None:
-            return EXPERTS_BACKENDS[record.chosen].lower
-        # Canonical ops that a user wrote: no record, no path.
-        name = decide(
+        record = self.blocks.get(_tag(block)) or self._note_written(block)
+        return EXPERTS_BACKENDS[record.chosen].lower if record.chosen is not None else None
+
+    def _note_written(self, block: CanonicalBlock) -> Block:
+        """Decides on canonical ops that a user wrote."""
+        spec, tokens = block.spec(), block.num_tokens()
+        decision = decide(
             self.selection.name_for("", ""),
-            block.spec(),
+            spec,
             self.situation,
-            tokens=None,
+            tokens=tokens,
             where="a canonical block",
             on_reject=self.on_reject,
             warn=self.warn,
-        ).name
-        return EXPERTS_BACKENDS[name].lower if name is not None else None
+        )
+        record = Block(
+            path="",
+            form="canonical ops",
+            found="graph",
+            source=None,
+            spec=spec,
+            tokens=token_count(tokens),
+            chosen=decision.name,
+            reasons=decision.reasons,
+            ladder=decision.ladder,
+        )
+        self.blocks[_tag(block)] = record
+        return record
 
     def note_lowered(self, block: CanonicalBlock, outcome: Lowered) -> None:
-        record = self.blocks.get(block.tag)
-        if record is not None:
-            reasons = {**record.reasons, **outcome.reasons}
-            self.blocks[block.tag] = replace(record, chosen=outcome.name, reasons=reasons)
+        record = self.blocks[_tag(block)]
+        reasons = {**record.reasons, **outcome.reasons}
+        self.blocks[_tag(block)] = replace(record, chosen=outcome.name, reasons=reasons)
+
+
+def _tag(block: CanonicalBlock) -> str:
+    return block.tag or block.dispatch.name

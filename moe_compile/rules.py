@@ -29,6 +29,7 @@ class Situation:
         has_triton: whether triton is installed.
         dynamic_tokens: whether the token count is symbolic.
         environment: what the machine offers to kernels of other projects; None leaves that open.
+        device_name: under which measurements of the device are kept, None where they are of no interest.
     """
 
     device_type: str = "cpu"
@@ -40,6 +41,7 @@ class Situation:
     has_triton: bool = False
     dynamic_tokens: bool = False
     environment: Environment | None = None
+    device_name: str | None = None
 
 
 class MissingRequirement(str):

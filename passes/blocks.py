@@ -92,6 +92,10 @@ class CanonicalBlock:
             down_bias=None if down["bias"] is None else str(down["bias"]),
         )
 
+    def num_tokens(self) -> int | torch.SymInt:
+        """T, which may be symbolic."""
+        return fake_value(op_arguments(self.dispatch)["x"]).shape[0]
+
 
 def find_canonical_blocks(gm: GraphModule) -> list[CanonicalBlock]:
     """Finds the canonical blocks of a graph module and of the graph modules in it.

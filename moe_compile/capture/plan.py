@@ -107,6 +107,7 @@ def plan(interface: Interface) -> str:
             tokens=token_count(tokens),
             chosen=decision.name,
             reasons=decision.reasons,
+            ladder=decision.ladder,
         ),
     )
     return "" if decision.keeps_own_code else tag
