@@ -23,8 +23,8 @@ from moe_compile.report import UNSEEN_REMEDY, Block, GraphSummary, Rejected, Uns
 from moe_compile.rewriter import Rewriter
 from moe_compile.rules import Situation
 from moe_compile.selection import Experts, Selection
-from moe_compile.unseen import UnseenExperts
 from moe_compile.tables import device_name
+from moe_compile.unseen import UnseenExperts
 
 
 class _Choice:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from tabulate import tabulate
 
-from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.auto import Ladder
+from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.spec import ExpertsSpec
 
 Found = Literal["captured", "graph"]

@@ -165,7 +165,7 @@ def test_every_way_to_compile_reaches_the_blocks(qwen3, wrap):
 
 @pytest.mark.parametrize("name", ["", None, 3, "groupedmm", "Grouped_mm"])
 def test_unknown_names_are_refused_when_the_backend_is_made(name):
-    with pytest.raises(UnknownBackendError, match="auto, grouped_mm, batched_mm, .*eager"):
+    with pytest.raises(UnknownBackendError, match=r"auto, grouped_mm, batched_mm, .*eager"):
         moe_compile.backend(name)
 
 
