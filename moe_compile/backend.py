@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.fx import GraphModule
 
+from moe_compile import decoding
 from moe_compile.capture import tracing
 from moe_compile.capture.sub_configs import sub_configs
 from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
@@ -46,7 +47,7 @@ class MoeBackend:
     # Modules of one class share compiled code unless their choices may differ; a report wants to see each of them.
     tells_modules_apart = False
 
-    def __init__(self, experts: Experts, on_reject: OnReject, compiler: Compiler) -> None:
+    def __init__(self, experts: Experts, on_reject: OnReject, compiler: Compiler, decode: str | None = None) -> None:
         if on_reject not in ON_REJECT:
             raise OptionError(
                 f"on_reject={on_reject!r}",
@@ -55,7 +56,7 @@ class MoeBackend:
             )
         self.on_reject = on_reject
         self.compiler = check_compiler(compiler)
-        self.choice = _Choice(Selection.of(experts))
+        self.choice = _Choice(Selection.of(experts, decode))
         self._lock = threading.Lock()
         self._used_settings = CompileSettings()
         self._captured: WeakKeyDictionary[tracing.InstructionTranslator, dict[str, Block]] = WeakKeyDictionary()
@@ -99,10 +100,11 @@ class MoeBackend:
         settings = resolve_settings(mode, options)
         translator = tracing.root_translator()
         captured = self._captured.get(translator, {}) if translator is not None else {}
+        situation = situation_of(example_inputs, settings, translator is not None and translator.one_graph)
         rewriter = Rewriter(
-            self.choice.selection,
+            self.selection_now(translator, situation.device_type),
             self.on_reject,
-            situation_of(example_inputs, settings, translator is not None and translator.one_graph),
+            situation,
             self.warn_once,
             blocks=dict(captured),
         )
@@ -137,12 +139,18 @@ class MoeBackend:
         return self.choice.signature, self.on_reject, self.compiler
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MoeBackend, (dict(self.choice.selection.entries), self.on_reject, self.compiler)
+        selection = self.choice.selection
+        return MoeBackend, (dict(selection.entries), self.on_reject, self.compiler, selection.decode)
+
+    def __deepcopy__(self, memo: object) -> "MoeBackend":
+        """Itself, as for the function that any other backend is: `CompileConfig` copies what it hands to torch."""
+        return self
 
     def __repr__(self) -> str:
         entries = dict(self.choice.selection.entries)
         experts = entries[""] if len(entries) == 1 else entries
-        return f"moe_compile.backend({experts!r}, on_reject={self.on_reject!r}, compiler={self.compiler!r})"
+        decode = "" if self.choice.selection.decode is None else f", decode={self.choice.selection.decode!r}"
+        return f"moe_compile.backend({experts!r}{decode}, on_reject={self.on_reject!r}, compiler={self.compiler!r})"
 
     # What users call -------------------------------------------------------------------------------------------------
 
@@ -157,7 +165,7 @@ class MoeBackend:
         Raises:
             UnknownBackendError, SelectionError: as `backend()` does; the choice then stays as it was.
         """
-        selection = Selection.of(experts)
+        selection = Selection.of(experts, self.choice.selection.decode)
         with self._lock:
             self.choice.selection = selection
             self.choice.signature = selection.signature
@@ -169,6 +177,15 @@ class MoeBackend:
         return {**dict(selection.entries), **seen}
 
     # What capture calls, while Dynamo traces -------------------------------------------------------------------------
+
+    def selection_now(self, translator: tracing.InstructionTranslator | None, device_type: str) -> Selection:
+        """The choice at this stage of generation, which guards the code that is being compiled."""
+        selection = self.choice.selection
+        if selection.decode is None or not decoding.switches_on(device_type):
+            return selection
+        if translator is not None:
+            tracing.guard_attribute(translator, decoding.STAGE, "decoding")
+        return selection.while_decoding() if decoding.STAGE.decoding else selection
 
     def learn_paths(self, root: torch.nn.Module | None) -> None:
         """Remembers the paths of a compiled module's children, for frames that are traced on their own later on."""
@@ -278,7 +295,13 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compiler: Compiler = "inductor") -> MoeBackend:
+def backend(
+    experts: Experts = "auto",
+    *,
+    decode: str | None = None,
+    on_reject: OnReject = "error",
+    compiler: Compiler = "inductor",
+) -> MoeBackend:
     """Makes a backend for `torch.compile` that rewrites Mixture-of-Experts blocks.
 
         model = torch.compile(model, backend=moe_compile.backend("grouped_mm"))
@@ -287,6 +310,9 @@ def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compile
         experts: an experts backend's name ("grouped_mm", "batched_mm", "eager" or "auto"), or a mapping of
             sub-configs ("text_config") and globs over module paths ("model.layers.0.*") to names, with "" for the
             rest.
+        decode: what runs instead of "grouped_mm" in the decode stage of transformers' `generate`, on CUDA; every other
+            name stays what it is. transformers' own switch is `decode="batched_mm"`; "auto" needs none, as it goes by
+            the token count.
         on_reject: what happens where that backend is not legal: "error" raises `RuleError`, "fallback" takes the next
             legal one and warns, "keep" leaves the model's own code and warns.
         compiler: what compiles the rewritten graph: "inductor" (with exactly the options that `mode=` and `options=`
@@ -296,11 +322,11 @@ def backend(experts: Experts = "auto", *, on_reject: OnReject = "error", compile
         A hashable, comparable object with `set()`, `get()` and `reset()`.
 
     Raises:
-        UnknownBackendError: for an unknown name.
+        UnknownBackendError: for an unknown name, of `experts` or `decode`.
         SelectionError: for a malformed mapping.
         OptionError: for an unknown policy or compiler.
     """
     from moe_compile.capture.install import install  # which imports this module
 
     install()  # again, for implementations that were registered since
-    return MoeBackend(experts, on_reject, compiler)
+    return MoeBackend(experts, on_reject, compiler, decode)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from moe_compile.backend import MoeBackend, backend
 from moe_compile.errors import OptionError
 
-_OWN_KEYS = ("experts", "on_reject", "compiler")
+_OWN_KEYS = ("experts", "decode", "on_reject", "compiler")
 
 _backends: dict[str, MoeBackend] = {}
 _lock = threading.Lock()
@@ -52,8 +52,8 @@ def moe_compile(
         gm: what Dynamo traced.
         example_inputs: its inputs.
         mode: a compile mode.
-        options: `experts`, `on_reject`, `compiler` and `mode` as `backend()` and `torch.compile` take them; any other
-            key is an Inductor option.
+        options: `experts`, `decode`, `on_reject`, `compiler` and `mode` as `backend()` and `torch.compile` take them;
+            any other key is an Inductor option.
     """
     ours, mode, rest = split_options(mode, options)
     return backend_for(ours)(gm, example_inputs, mode=mode, options=rest)

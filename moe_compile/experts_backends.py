@@ -63,7 +63,7 @@ def known_names() -> list[str]:
     return [AUTO, *EXPERTS_BACKENDS]
 
 
-def check_name(name: object) -> str:
+def check_name(name: object, argument: str = "experts") -> str:
     """Returns the name of an experts backend.
 
     Raises:
@@ -71,7 +71,7 @@ def check_name(name: object) -> str:
     """
     if not isinstance(name, str) or name not in known_names():
         raise UnknownBackendError(
-            f"experts={name!r}",
+            f"{argument}={name!r}",
             f"there is no such experts backend{nearest(name, known_names())}",
             f"Use one of {', '.join(known_names())}",
         )

@@ -90,7 +90,8 @@ class _Recorder(MoeBackend):
     def __init__(self, asked: MoeBackend | Experts) -> None:
         original = asked if isinstance(asked, MoeBackend) else make_backend(asked)
         policy: OnReject = "fallback" if original.on_reject == "fallback" else "keep"
-        super().__init__(dict(original.choice.selection.entries), policy, _run_as_it_is)
+        selection = original.choice.selection
+        super().__init__(dict(selection.entries), policy, _run_as_it_is, selection.decode)
 
     def __eq__(self, other: object) -> bool:
         return self is other  # nothing that was compiled for a report serves another one

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from moe_compile.decoding import SWITCHED_FROM
 from moe_compile.errors import SelectionError
 from moe_compile.experts_backends import AUTO, check_name
 
@@ -17,20 +18,23 @@ class Selection:
     Attributes:
         entries: (key, name) pairs; the key "" is the default, any other one a sub-config ("text_config") or a glob
             over module paths ("model.layers.0.*").
+        decode: what takes the place of grouped_mm while decoding, None for grouped_mm itself.
     """
 
     entries: tuple[tuple[str, str], ...]
+    decode: str | None = None
 
     @classmethod
-    def of(cls, experts: Experts) -> "Selection":
-        """Checks what a user passed as `experts`.
+    def of(cls, experts: Experts, decode: str | None = None) -> "Selection":
+        """Checks what a user passed as `experts` and `decode`.
 
         Raises:
             UnknownBackendError: for a name that is not registered.
             SelectionError: for a mapping with keys that are not strings, or an empty one.
         """
+        decode = None if decode is None else check_name(decode, "decode")
         if not isinstance(experts, Mapping):
-            return cls((("", check_name(experts)),))
+            return cls((("", check_name(experts)),), decode)
         if not experts or not all(isinstance(key, str) for key in experts):
             raise SelectionError(
                 f"experts={dict(experts)!r}",
@@ -38,12 +42,19 @@ class Selection:
                 'Map sub-configs or module paths to names, such as {"": "grouped_mm", "vision_config": "eager"}',
             )
         entries = {"": AUTO, **{key: check_name(name) for key, name in experts.items()}}
-        return cls(tuple(entries.items()))
+        return cls(tuple(entries.items()), decode)
 
     @property
     def signature(self) -> str:
         """A string that differs whenever the choice does; compiled code is guarded by it."""
-        return repr(sorted(self.entries))
+        return repr((sorted(self.entries), self.decode))
+
+    def while_decoding(self) -> "Selection":
+        """The choice in the decode stage: grouped_mm entries are replaced, all others stay."""
+        if self.decode is None:
+            return self
+        switched = tuple((key, self.decode if name == SWITCHED_FROM else name) for key, name in self.entries)
+        return Selection(switched, self.decode)
 
     @property
     def varies(self) -> bool:

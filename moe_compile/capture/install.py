@@ -12,6 +12,8 @@ from types import ModuleType
 
 # The modules that hold transformers' registries of experts functions.
 _REGISTRIES = ("transformers.integrations.moe", "transformers.integrations.finegrained_fp8")
+_GENERATION = "transformers.generation.utils"
+_CAPTURED = (*_REGISTRIES, _GENERATION)
 
 _lock = threading.Lock()
 
@@ -24,7 +26,7 @@ def install() -> None:
     with _lock:
         if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
             sys.meta_path.insert(0, _AfterImport())
-    for name in _REGISTRIES:
+    for name in _CAPTURED:
         module = sys.modules.get(name)
         # A module that another thread is still executing is captured by the finder once it is complete.
         if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -33,18 +35,22 @@ def install() -> None:
 
 def _capture(module: ModuleType) -> None:
     from moe_compile.capture.transformers import capture_registry
+    from moe_compile.decoding import capture_generation
 
     with _lock:
-        capture_registry(module)
+        if module.__name__ == _GENERATION:
+            capture_generation(module)
+        else:
+            capture_registry(module)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs `_capture` after one of the registries' modules has been executed."""
+    """Runs `_capture` after one of the captured modules has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in _CAPTURED:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)

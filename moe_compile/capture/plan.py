@@ -75,7 +75,9 @@ def plan(interface: Interface) -> str:
     spec = interface.spec(module, inputs)
     _check(path, spec, inputs)
 
-    selection = owner.choice.selection
+    own_code = interface.own_code(module)
+    situation = _situation(module, inputs, settings, root.one_graph, _traces_whole(own_code))
+    selection = owner.selection_now(root, situation.device_type)
     tracing.guard_attribute(root, owner.choice, "signature")
     if selection.varies or owner.tells_modules_apart:
         tracing.guard_identity(frame, "self")
@@ -83,11 +85,10 @@ def plan(interface: Interface) -> str:
     owner.note_sub_config(sub_config)
 
     tokens = inputs.hidden.shape[0] if inputs.hidden is not None else None
-    own_code = interface.own_code(module)
     decision = decide(
         selection.name_for(path, sub_config),
         spec,
-        _situation(module, inputs, settings, root.one_graph, _traces_whole(own_code)),
+        situation,
         tokens=tokens,
         where=path or type(module).__name__,
         on_reject=owner.on_reject,
