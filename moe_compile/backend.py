@@ -2,9 +2,11 @@
 
 import functools
 import importlib.util
+import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,10 +24,20 @@ from moe_compile.kernels.external.loading import registered_loaders
 from moe_compile.modes import CompileSettings, nearest, resolve_settings
 from moe_compile.report import UNSEEN_REMEDY, Block, GraphSummary, Rejected, Unseen
 from moe_compile.rewriter import Rewriter
-from moe_compile.rules import Situation
+from moe_compile.rules import Override, Situation
 from moe_compile.selection import Experts, Selection
 from moe_compile.tables import device_name
 from moe_compile.unseen import UnseenExperts
+
+DOCUMENTED = "documented"
+
+
+def _override_of(rules: str | os.PathLike[str]) -> Override | None:
+    if rules == DOCUMENTED:
+        return None
+    from moe_compile.compatibility.measured_rules import measured_rules  # which is not needed otherwise
+
+    return measured_rules(rules)
 
 
 class _Choice:
@@ -47,7 +59,14 @@ class MoeBackend:
     # Modules of one class share compiled code unless their choices may differ; a report wants to see each of them.
     tells_modules_apart = False
 
-    def __init__(self, experts: Experts, on_reject: OnReject, compiler: Compiler, decode: str | None = None) -> None:
+    def __init__(
+        self,
+        experts: Experts,
+        on_reject: OnReject,
+        compiler: Compiler,
+        decode: str | None = None,
+        rules: str | os.PathLike[str] = DOCUMENTED,
+    ) -> None:
         if on_reject not in ON_REJECT:
             raise OptionError(
                 f"on_reject={on_reject!r}",
@@ -56,6 +75,8 @@ class MoeBackend:
             )
         self.on_reject = on_reject
         self.compiler = check_compiler(compiler)
+        self.rules = rules
+        self.override = _override_of(rules)
         self.choice = _Choice(Selection.of(experts, decode))
         self._lock = threading.Lock()
         self._used_settings = CompileSettings()
@@ -104,15 +125,18 @@ class MoeBackend:
         rewriter = Rewriter(
             self.selection_now(translator, situation.device_type),
             self.on_reject,
-            situation,
+            replace(situation, override=self.override),
             self.warn_once,
             blocks=dict(captured),
         )
         summary = rewriter.rewrite(gm)
         with self._lock:
             self._used_settings = settings
+            index = len(self.graphs)
             self.graphs.append(summary)
-            self.blocks.update(rewriter.blocks)
+            # Code that the model keeps may run between graphs.
+            placed = {tag: b if b.keeps_own_code else replace(b, graph=index) for tag, b in rewriter.blocks.items()}
+            self.blocks.update(placed)
             self.rejected += rewriter.rejected
         if translator is not None:
             self.learn_paths(tracing.root_module(translator))
@@ -136,11 +160,11 @@ class MoeBackend:
         return hash((MoeBackend, self.on_reject))  # what `set()` does not change
 
     def _key(self) -> tuple[Any, ...]:
-        return self.choice.signature, self.on_reject, self.compiler
+        return self.choice.signature, self.on_reject, self.compiler, self.override
 
     def __reduce__(self) -> tuple[Any, ...]:
         selection = self.choice.selection
-        return MoeBackend, (dict(selection.entries), self.on_reject, self.compiler, selection.decode)
+        return MoeBackend, (dict(selection.entries), self.on_reject, self.compiler, selection.decode, self.rules)
 
     def __deepcopy__(self, memo: object) -> "MoeBackend":
         """Itself, as for the function that any other backend is: `CompileConfig` copies what it hands to torch."""
@@ -150,7 +174,10 @@ class MoeBackend:
         entries = dict(self.choice.selection.entries)
         experts = entries[""] if len(entries) == 1 else entries
         decode = "" if self.choice.selection.decode is None else f", decode={self.choice.selection.decode!r}"
-        return f"moe_compile.backend({experts!r}{decode}, on_reject={self.on_reject!r}, compiler={self.compiler!r})"
+        rules = "" if self.rules == DOCUMENTED else f", rules={self.rules!r}"
+        return (
+            f"moe_compile.backend({experts!r}{decode}, on_reject={self.on_reject!r}, compiler={self.compiler!r}{rules})"
+        )
 
     # What users call -------------------------------------------------------------------------------------------------
 
@@ -301,6 +328,7 @@ def backend(
     decode: str | None = None,
     on_reject: OnReject = "error",
     compiler: Compiler = "inductor",
+    rules: str | os.PathLike[str] = DOCUMENTED,
 ) -> MoeBackend:
     """Makes a backend for `torch.compile` that rewrites Mixture-of-Experts blocks.
 
@@ -317,6 +345,8 @@ def backend(
             legal one and warns, "keep" leaves the model's own code and warns.
         compiler: what compiles the rewritten graph: "inductor" (with exactly the options that `mode=` and `options=`
             of `torch.compile` mean), another Dynamo backend's name, or a function of a graph module and its inputs.
+        rules: "documented"; or "measured", where `moe-compile matrix --measure` on this machine has lifted or tightened
+            them; or the path of such a matrix.
 
     Returns:
         A hashable, comparable object with `set()`, `get()` and `reset()`.
@@ -324,9 +354,10 @@ def backend(
     Raises:
         UnknownBackendError: for an unknown name, of `experts` or `decode`.
         SelectionError: for a malformed mapping.
-        OptionError: for an unknown policy or compiler.
+        OptionError: for an unknown policy or compiler, or where nothing was measured on this machine.
+        ReportError: for a matrix that cannot be read or is another machine's.
     """
     from moe_compile.capture.install import install  # which imports this module
 
     install()  # again, for implementations that were registered since
-    return MoeBackend(experts, on_reject, compiler, decode)
+    return MoeBackend(experts, on_reject, compiler, decode, rules)

@@ -11,9 +11,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from moe_compile.backend import MoeBackend, backend
+from moe_compile.capture.install import install
 from moe_compile.errors import OptionError
 
-_OWN_KEYS = ("experts", "decode", "on_reject", "compiler")
+_OWN_KEYS = ("experts", "decode", "on_reject", "compiler", "rules")
 
 _backends: dict[str, MoeBackend] = {}
 _lock = threading.Lock()
@@ -62,3 +63,6 @@ def moe_compile(
 def is_entry_point(compiler: object) -> bool:
     """Whether a trace's compiler is the backend by its name."""
     return compiler is moe_compile
+
+
+install()  # Dynamo loads this module for the name, before it traces; no other function of ours is called by then

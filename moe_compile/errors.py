@@ -77,6 +77,14 @@ class RewriteError(MoeCompileError, ValueError):
     """`rewrite()` was given something that it cannot rewrite."""
 
 
+class ModelFunctionError(MoeCompileError, ValueError):
+    """A `module:function` that gives no model, or a model that does not run uncompiled."""
+
+
+class ReportError(MoeCompileError, ValueError):
+    """A report that cannot be read, written or compared."""
+
+
 class NoExpertsWarning(UserWarning):
     """The compiled model holds no experts block."""
 

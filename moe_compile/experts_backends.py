@@ -79,8 +79,11 @@ def check_name(name: object, argument: str = "experts") -> str:
 
 
 def all_reasons(spec: ExpertsSpec, situation: Situation) -> dict[str, tuple[str, ...]]:
-    """Backend name -> reasons against it, for every backend."""
-    return {name: record.reasons(spec, situation) for name, record in EXPERTS_BACKENDS.items()}
+    """Backend name -> reasons against it, for every backend; an override of the situation has the last word."""
+    reasons = {name: record.reasons(spec, situation) for name, record in EXPERTS_BACKENDS.items()}
+    if situation.override is None:
+        return reasons
+    return {name: situation.override(name, spec, situation, found) for name, found in reasons.items()}
 
 
 def legal_names(spec: ExpertsSpec, situation: Situation) -> list[str]:

@@ -15,7 +15,7 @@ from moe_compile.decision import OnReject
 from moe_compile.errors import FallbackWarning, UnseenExpertsWarning
 from moe_compile.kernels.external.loading import LoadedKernel, loaded_kernels
 from moe_compile.modes import resolve_settings
-from moe_compile.report import Explanation, GraphBreak
+from moe_compile.report import Coverage, Explanation, GraphBreak
 from moe_compile.selection import Experts
 
 
@@ -73,7 +73,23 @@ def explain(
         error=error,
         kernels=_kernels_of(recorder),
         unseen=recorder.unseen_experts(),
+        coverage=_coverage(function, recorder),
     )
+
+
+def _coverage(model: Callable[..., Any], recorder: MoeBackend) -> Coverage:
+    """How many bytes of parameters the rewritten blocks hold; a block that runs several times counts once."""
+    blocks = {block.path or tag: block for tag, block in recorder.blocks.items()}.values()
+    covered = sum(block.spec.parameter_bytes or 0 for block in blocks if not block.keeps_own_code)
+    left = sum(block.spec.parameter_bytes or 0 for block in blocks if block.keeps_own_code)
+    if not isinstance(model, torch.nn.Module):
+        return Coverage(covered, left, None)
+    left += sum(_bytes_of(model.get_submodule(unseen.path)) for unseen in recorder.unseen_experts())
+    return Coverage(covered, left, max(0, _bytes_of(model) - covered - left))
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
 
 
 def _kernels_of(recorder: MoeBackend) -> tuple[LoadedKernel, ...]:
@@ -92,6 +108,7 @@ class _Recorder(MoeBackend):
         policy: OnReject = "fallback" if original.on_reject == "fallback" else "keep"
         selection = original.choice.selection
         super().__init__(dict(selection.entries), policy, _run_as_it_is, selection.decode)
+        self.override = original.override
 
     def __eq__(self, other: object) -> bool:
         return self is other  # nothing that was compiled for a report serves another one

@@ -1,12 +1,13 @@
 """What was found and what was done, as data that prints itself."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal
 
 from tabulate import tabulate
 
 from moe_compile.auto import Ladder
+from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.spec import ExpertsSpec
 
@@ -32,6 +33,7 @@ class Block:
         chosen: name of the experts backend that runs it, None where the model's own code stays.
         reasons: experts backend -> why it is not used: its rule, or why the block was not proven.
         ladder: what `auto` chooses by token count, and on what that rests; None where another backend was asked for.
+        graph: index of the graph that holds it, None while it is in none.
     """
 
     path: str
@@ -43,11 +45,24 @@ class Block:
     chosen: str | None
     reasons: Mapping[str, str]
     ladder: Ladder | None = None
+    graph: int | None = None
 
     @property
     def keeps_own_code(self) -> bool:
         """Whether the model's own code runs this block."""
         return self.chosen in (None, "eager")
+
+    @property
+    def dtype(self) -> str:
+        """Of the experts' weights, "?" if unknown."""
+        return str(self.spec.weight_dtype or "?").removeprefix("torch.")
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Every experts backend that does not run the block -> why not."""
+        allowed = "allowed here; another one was asked for"
+        names = [name for name in EXPERTS_BACKENDS if name not in (self.chosen, str(self.chosen).partition("_fall")[0])]
+        return {**dict.fromkeys(names, allowed), **self.reasons}
 
 
 @dataclass(frozen=True)
@@ -113,8 +128,31 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
+class Coverage:
+    """Bytes of a model's parameters.
+
+    Attributes:
+        covered: of experts that were rewritten.
+        not_covered: of experts that run as the model's own code, or that the compiler never saw.
+        other: everything else; None where a function was explained, whose parameters cannot be listed.
+    """
+
+    covered: int
+    not_covered: int
+    other: int | None
+
+    def __str__(self) -> str:
+        other = f", {_megabytes(self.other)} in the rest of the model" if self.other is not None else ""
+        covered, left = _megabytes(self.covered), _megabytes(self.not_covered)
+        return f"parameters: {covered} in experts that are rewritten, {left} in experts that are not{other}"
+
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """What `explain()` found; `str()` of it is a report.
+    """What `explain()` found; `str()` of it is a report, and notebooks show it as tables.
 
     Attributes:
         graphs: the graphs that were traced.
@@ -124,6 +162,7 @@ class Explanation:
         error: why the model does not compile, None if it does.
         kernels: kernels of other projects that were loaded for it, from where and in which version.
         unseen: experts that never reached the compiler.
+        coverage: how many bytes of parameters the rewritten blocks hold.
     """
 
     graphs: tuple[GraphSummary, ...]
@@ -133,40 +172,88 @@ class Explanation:
     error: str | None = None
     kernels: tuple[LoadedKernel, ...] = ()
     unseen: tuple[Unseen, ...] = ()
+    coverage: Coverage = Coverage(0, 0, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers and strings, for JSON."""
-        return _plain(asdict(self))
+        derived = [{"dtype": block.dtype, "others": block.others} for block in self.blocks]
+        blocks = [{**plain(block), **more} for block, more in zip(self.blocks, derived, strict=True)]
+        return {**plain(self), "blocks": blocks}
 
-    def __str__(self) -> str:
-        parts = [f"{len(self.blocks)} experts blocks, {len(self.graphs)} graphs, {len(self.graph_breaks)} graph breaks"]
+    def to_html(self) -> str:
+        """A page by itself."""
+        from moe_compile.report_page import to_page
+
+        return to_page(self)
+
+    def _repr_html_(self) -> str:
+        from moe_compile.report_page import to_fragment
+
+        return to_fragment(self)
+
+    def headline(self) -> str:
+        """How much of what."""
+        return f"{len(self.blocks)} experts blocks, {len(self.graphs)} graphs, {len(self.graph_breaks)} graph breaks"
+
+    def tables(self) -> list[Table]:
+        """(title, header, rows) of everything that was found."""
+        found: list[Table] = []
         if self.blocks:
             rows = [
                 (b.path or "?", b.form, b.spec.summary(), b.tokens, b.chosen or "own code", _short(b.source))
                 for b in self.blocks
             ]
-            parts.append(tabulate(rows, ["path", "form", "spec", "T", "chosen", "source"]))
-            ladders = dict.fromkeys((b.spec.summary(), b.ladder) for b in self.blocks if b.ladder is not None)
-            parts += [f"auto for {spec}: {ladder}" for spec, ladder in ladders]
-            reasons = {(name, why) for b in self.blocks for name, why in b.reasons.items()}
-            parts += [f"not {name}: {why}" for name, why in sorted(reasons)]
+            found.append(("experts blocks", ("path", "form", "spec", "T", "chosen", "source"), rows))
+            places = [
+                (b.path or "?", _FOUND[b.found], "-" if b.graph is None else b.graph, b.dtype) for b in self.blocks
+            ]
+            found.append(("where they are", ("path", "how it was found", "in graph", "dtype"), places))
+            ladders = dict.fromkeys((b.spec.summary(), str(b.ladder)) for b in self.blocks if b.ladder is not None)
+            if ladders:
+                found.append(("auto", ("auto for", "chooses"), list(ladders)))
+            reasons = dict.fromkeys((name, why) for b in self.blocks for name, why in b.others.items())
+            found.append(("not chosen", ("not", "because"), sorted(reasons)))
         if self.graphs:
             rows_g = [(i, g.nodes_before, g.nodes_after, g.blocks) for i, g in enumerate(self.graphs)]
-            parts.append(tabulate(rows_g, ["graph", "nodes traced", "nodes rewritten", "blocks"]))
+            found.append(("graphs", ("graph", "nodes traced", "nodes rewritten", "blocks"), rows_g))
         if self.rejected:
             rows_r = [(r.path or "?", r.form, r.reason, _short(r.source)) for r in self.rejected]
-            parts.append(tabulate(rows_r, ["left alone", "form", "reason", "source"]))
+            found.append(("left alone", ("left alone", "form", "reason", "source"), rows_r))
         if self.unseen:
             rows_u = [(u.path or "?", u.class_name, u.reason, _short(u.source)) for u in self.unseen]
-            parts.append(tabulate(rows_u, ["never seen by the compiler", "class", "Dynamo stopped because", "source"]))
-            parts.append(UNSEEN_REMEDY)
+            header = ("never seen by the compiler", "class", "Dynamo stopped because", "source")
+            found.append(("never seen by the compiler", header, rows_u))
         if self.graph_breaks:
             rows_k = [(_short(k.source) or "?", k.reason) for k in self.graph_breaks]
-            parts.append(tabulate(rows_k, ["graph break", "reason"]))
+            found.append(("graph breaks", ("graph break", "reason"), rows_k))
+        return found
+
+    def __str__(self) -> str:
+        parts = [self.headline()]
+        for title, header, rows in self.tables():
+            if title in ("auto", "not chosen"):
+                parts.append("\n".join(f"{header[0]} {name}: {why}" for name, why in rows))
+            else:
+                parts.append(tabulate(rows, header))
+        if self.unseen:
+            parts.append(UNSEEN_REMEDY)
+        if self.blocks or self.unseen:
+            parts.append(str(self.coverage))
         parts += [f"{k.name} is {k.version or 'of unknown version'}, {k.source}: {k.origin}" for k in self.kernels]
         if self.error is not None:
             parts.append(f"does not compile: {self.error}")
         return "\n\n".join(parts)
+
+
+_FOUND = {
+    "captured": "captured before tracing",
+    "prepared": "prepared before tracing",
+    "graph": "recognised in the graph",
+}
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
 
 
 def _short(source: str | None) -> str:
@@ -174,9 +261,12 @@ def _short(source: str | None) -> str:
     return (source or "").rpartition("site-packages/")[2]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and sequences as plain containers of strings and numbers, for JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

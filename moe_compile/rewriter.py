@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from moe_compile.decision import OnReject, decide
 from moe_compile.experts_backends import EXPERTS_BACKENDS
+from moe_compile.journey import Journey
 from moe_compile.passes import Lowering, run_passes
 from moe_compile.passes.blocks import CanonicalBlock, Lowered
 from moe_compile.passes.match import Match, Rejection
@@ -58,11 +59,12 @@ class Rewriter:
 
     def rewrite(self, gm: GraphModule) -> GraphSummary:
         """Rewrites a graph module in place."""
-        before = count_operations(gm)
-        run_passes(gm, self)
-        rewritten = [str(block.chosen) for block in self.blocks.values() if not block.keeps_own_code]
-        log.info("rewrote %d experts blocks to %s", len(rewritten), ", ".join(sorted(set(rewritten))) or "nothing")
-        return GraphSummary(before, count_operations(gm), len(rewritten))
+        before, journey = count_operations(gm), Journey()
+        run_passes(gm, self, journey.note)
+        rewritten = sum(not block.keeps_own_code for block in self.blocks.values())
+        summary = GraphSummary(before, count_operations(gm), rewritten)
+        journey.tell(self.blocks.values(), self.rejected, summary)
+        return summary
 
     def skips(self, path: str) -> bool:
         kept = [block.path for block in self.blocks.values() if block.path and block.keeps_own_code]
@@ -94,7 +96,7 @@ class Rewriter:
         return None if decision.keeps_own_code else tag
 
     def note_rejection(self, rejection: Rejection) -> None:
-        log.info("left %s alone: %s", rejection.path or rejection.source, rejection.reason)
+        log.debug("left %s alone: %s", rejection.path or rejection.source, rejection.reason)
         self.rejected.append(Rejected(rejection.path, rejection.form, rejection.reason, rejection.source))
 
     def lowering(self, block: CanonicalBlock) -> Lowering | None:

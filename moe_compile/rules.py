@@ -30,6 +30,7 @@ class Situation:
         dynamic_tokens: whether the token count is symbolic.
         environment: what the machine offers to kernels of other projects; None leaves that open.
         device_name: under which measurements of the device are kept, None where they are of no interest.
+        override: what replaces the predicates' answers, such as what was measured on this machine; None for nothing.
     """
 
     device_type: str = "cpu"
@@ -42,6 +43,7 @@ class Situation:
     dynamic_tokens: bool = False
     environment: Environment | None = None
     device_name: str | None = None
+    override: "Override | None" = None
 
 
 class MissingRequirement(str):
@@ -62,6 +64,8 @@ def error_for(reasons: tuple[str, ...]) -> type[RuleError]:
 
 
 Predicate = Callable[[ExpertsSpec, Situation], tuple[str, ...]]
+# (name of the experts backend, block, situation, the predicate's reasons) -> the reasons that count.
+Override = Callable[[str, ExpertsSpec, Situation, tuple[str, ...]], tuple[str, ...]]
 
 # float64 is not in the documented table; it runs through the same ops, and gradient checks need it.
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

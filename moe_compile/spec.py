@@ -89,6 +89,17 @@ class ExpertsSpec:
         """Whether either projection adds a bias per expert."""
         return self.up_bias is not None or self.down_bias is not None
 
+    @property
+    def parameter_bytes(self) -> int | None:
+        """Bytes of both projections' weights and biases, None while a size or the dtype is unknown."""
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        if self.weight_dtype is None or any(size is None for size in sizes):
+            return None
+        experts, hidden, inner = (size for size in sizes if size is not None)
+        up = inner * (2 if self.gated else 1)
+        biases = (up if self.up_bias else 0) + (hidden if self.down_bias else 0)
+        return experts * (up * hidden + hidden * inner + biases) * self.weight_dtype.itemsize
+
     def summary(self) -> str:
         """One line for people, such as `E=8 K=2 D=64 F=48 bfloat16 silu concatenated`."""
         sizes = (("E", self.num_experts), ("K", self.top_k), ("D", self.hidden_size), ("F", self.intermediate_size))

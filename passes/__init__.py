@@ -63,7 +63,17 @@ PASSES: tuple[tuple[Callable[[GraphModule, Policy], None], str], ...] = (
 )
 
 
-def run_passes(gm: GraphModule, policy: Policy) -> None:
-    """Runs all passes on a graph module, in place."""
+def run_passes(gm: GraphModule, policy: Policy, note: Callable[[str, GraphModule], None] | None = None) -> None:
+    """Runs all passes on a graph module, in place.
+
+    Args:
+        gm: the graph module.
+        policy: what the user asked for.
+        note: told "before" and then the name of each pass, with the graph as it then is.
+    """
+    if note is not None:
+        note("before", gm)
     for run, _ in PASSES:
         run(gm, policy)
+        if note is not None:
+            note(run.__name__, gm)

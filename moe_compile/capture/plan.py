@@ -5,13 +5,12 @@ a per-path `eager` must be able to run it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moe_compile.backend import MoeBackend, device_situation
-from moe_compile.by_name import backend_for, is_entry_point, split_options
 from moe_compile.capture import tracing
 from moe_compile.capture.sub_configs import sub_config_of
 from moe_compile.decision import decide
@@ -88,7 +87,7 @@ def plan(interface: Interface) -> str:
     decision = decide(
         selection.name_for(path, sub_config),
         spec,
-        situation,
+        replace(situation, override=owner.override),
         tokens=tokens,
         where=path or type(module).__name__,
         on_reject=owner.on_reject,
@@ -135,6 +134,8 @@ def _owner(root: Any) -> tuple[MoeBackend | None, CompileSettings]:
 
 def owner_of(call: tracing.CompilerCall) -> tuple[MoeBackend | None, CompileSettings]:
     """The backend of ours behind a compiler, and what `torch.compile` was asked for."""
+    from moe_compile.by_name import backend_for, is_entry_point, split_options  # which captures when it is imported
+
     if isinstance(call.compiler, MoeBackend):
         return call.compiler, resolve_settings(call.mode, call.options)
     if is_entry_point(call.compiler):
