@@ -24,6 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from moe_compile.passes.candidates import mutated_arguments, name_of, value_of
 from moe_compile.passes.einsum import SPELLERS
+from moe_compile.passes.iterations import Rounds, copy_rounds, find_rounds
 from moe_compile.passes.match import NotProvenError
 
 
@@ -60,6 +61,15 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
     Raises:
         NotProvenError: if the graph carries no fake tensors, or the nodes write to a tensor that others own.
     """
+    rounds = find_rounds(nodes)
+    form = _normalized(nodes, rounds) if rounds is not None else None
+    return form or _normalized(nodes, None)  # type: ignore[return-value]
+
+
+def _normalized(nodes: Sequence[Node], rounds: Rounds | None) -> NormalForm | None:
+    """The normal form, with most rounds of a loop copied; None if they cannot be."""
+    copied = {node for nodes in rounds.copied for node in nodes} if rounds is not None else set()
+    stand_ins = rounds.stand_ins() if rounds is not None else {}
     inside = set(nodes)
     inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in inside))
     values = [_input_value(node) for node in inputs]
@@ -74,6 +84,10 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
     def run(*given: Any) -> list[Tensor]:
         env: dict[Node, Any] = dict(zip(inputs, given, strict=True))
         for node in nodes:
+            if node in copied:
+                if stand_ins.get(node) in env:
+                    env[node] = env[stand_ins[node]]
+                continue
             if any(operand not in env for operand in node.all_input_nodes):
                 continue
             try:
@@ -93,16 +107,17 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
             stack.enter_context(context)
         traced = make_fx(functionalize(run), tracing_mode="real")(*values).graph
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
-    _require_own_writes(traced, dict(zip(placeholders, inputs, strict=True)))
+    by_placeholder = dict(zip(placeholders, inputs, strict=True))
+    _require_own_writes(traced, by_placeholder)
     results = next(iter(reversed(traced.nodes))).args[0]
-    return NormalForm(
-        graph=traced,
-        inputs=dict(zip(placeholders, inputs, strict=True)),
-        finals={node: result for node, result in zip(returned, results, strict=True) if isinstance(result, Node)},
-        origins=owner,
-        nodes=tuple(done),
-        failures=tuple(failures),
-    )
+    finals = {node: result for node, result in zip(returned, results, strict=True) if isinstance(result, Node)}
+    if rounds is not None:
+        normal = finals | {node: placeholder for placeholder, node in by_placeholder.items()}
+        if failures or not copy_rounds(rounds, traced, normal, finals, owner):
+            return None
+        ran = {*done, *copied}
+        done = [node for node in nodes if node in ran]
+    return NormalForm(traced, by_placeholder, finals, owner, tuple(done), tuple(failures))
 
 
 def _tracing_contexts(mode: FakeTensorMode) -> Iterator[Any]:

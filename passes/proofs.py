@@ -53,18 +53,22 @@ class Proofs:
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[list[Node], Proof]] = {}
+        self._asked: tuple[Candidate, Hashable, list[Node]] | None = None
 
     def find(self, candidate: Candidate) -> Proof | None:
         """The proof of an equal candidate, in terms of this one's nodes."""
         key, nodes = _fingerprint(candidate)
         if key not in self._found:
+            self._asked = candidate, key, nodes
             return None
         theirs, proof = self._found[key]
         return _translated(proof, dict(zip(theirs, nodes, strict=True)))
 
     def keep(self, candidate: Candidate, proof: Proof) -> Proof:
-        """Remembers a proof."""
-        key, nodes = _fingerprint(candidate)
+        """Remembers the proof of the candidate that was asked for last."""
+        assert self._asked is not None
+        asked, key, nodes = self._asked
+        assert asked is candidate
         self._found[key] = nodes, proof
         return proof
 
