@@ -11,7 +11,7 @@ from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.spec import ExpertsSpec
 
-Found = Literal["captured", "graph"]
+Found = Literal["captured", "prepared", "graph"]
 
 UNSEEN_REMEDY = (
     "Compile with moe_compile.compile(model, experts), or call moe_compile.prepare(model, *example_args) before "
@@ -26,7 +26,7 @@ class Block:
     Attributes:
         path: module path relative to the compiled model, "" if unknown.
         form: how the block is spelled: the captured class, or the recogniser's name.
-        found: "captured" while the model was traced, or recognised in the "graph".
+        found: "captured" while the model was traced, "prepared" before that, or recognised in the "graph".
         source: `file.py:line`, None if unknown.
         spec: layout and arithmetic.
         tokens: T, an int or the symbol's name.

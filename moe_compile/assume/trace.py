@@ -79,18 +79,21 @@ class Traced:
         state: names of the parameters and buffers.
         in_spec: tree of `(args, kwargs)`.
         leaves: the flat arguments, with None where a tensor goes.
+        examples: the fake tensors among the arguments.
         out_spec: tree of the result.
         assumptions: in the order in which they were made.
-        shape_env: holds the conditions on the sizes of the arguments.
+        conditions: what the module asked of the sizes of its arguments, and the answers; symbols stand for axes of
+            `examples`.
     """
 
     graph_module: GraphModule
     state: tuple[str, ...]
     in_spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    examples: tuple[Tensor, ...]
     out_spec: pytree.TreeSpec
     assumptions: tuple[Assumption, ...]
-    shape_env: ShapeEnv
+    conditions: tuple[tuple[Any, Any], ...]
 
 
 @dataclass
@@ -100,6 +103,7 @@ class _Session:
     num_experts: int
     occupied: Occupied
     assumptions: list[Assumption] = field(default_factory=list)
+    conditions: list[tuple[Any, Any]] = field(default_factory=list)
     tracer: Any = None
 
     def answer(self, assumption: Assumption) -> bool:
@@ -168,22 +172,28 @@ def trace_assuming(
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise CannotAssumeError(reason, _line_of(error)) from error
-    assert isinstance(mode.shape_env, ShapeEnv)
-    return Traced(gm, tuple(state), in_spec, fixed, out_spec[0], tuple(session.assumptions), mode.shape_env)
+    conditions = tuple(dict.fromkeys(session.conditions))
+    examples = tuple(fake_inputs)
+    return Traced(gm, tuple(state), in_spec, fixed, examples, out_spec[0], tuple(session.assumptions), conditions)
 
 
 class _AssumingShapeEnv(ShapeEnv):
     """Answers tests of emptiness on sizes that depend on data."""
 
     def __init__(self, session: _Session) -> None:
-        super().__init__()
+        # Sizes of zero and one are like all others: what depends on them becomes a condition.
+        super().__init__(specialize_zero_one=False, duck_shape=False)
         self._session = session
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = _asking_frame()
         try:
-            return super().evaluate_expr(orig_expr, *args, **kwargs)
+            result = super().evaluate_expr(orig_expr, *args, **kwargs)
+            # What torch asks for itself decides strides; what the module's Python asks decides what is computed.
+            if getattr(orig_expr, "free_symbols", None) and not _is_torch(frame):
+                self._session.conditions.append((orig_expr, result))
+            return result
         except GuardOnDataDependentSymNode:
-            frame = _asking_frame()
             if _is_torch(frame):
                 return _for_torch(orig_expr)
             source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -325,7 +335,9 @@ def _user_frame() -> Any:
 
 
 def _is_torch(frame: Any) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+    """Whether a frame is torch's own; modules and functionals in Python choose what to compute, as a user's code does."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] == "torch" and not name.startswith(("torch.nn.", "torch.functional"))
 
 
 def _source(frame: Any) -> str:

@@ -16,7 +16,7 @@ from moe_compile.capture.sub_configs import sub_config_of
 from moe_compile.decision import decide
 from moe_compile.errors import BlockInputError
 from moe_compile.modes import CompileSettings, resolve_settings
-from moe_compile.report import Block
+from moe_compile.report import Block, Found
 from moe_compile.rewriter import token_count, unique_tag
 from moe_compile.rules import Situation
 from moe_compile.spec import ExpertsSpec
@@ -43,16 +43,22 @@ class Interface:
         inputs: names of the traced function's parameters for hidden states, expert ids and routing weights.
         spec: describes a module of the class.
         own_code: the function that runs without us.
+        found: how blocks of the class came to be known.
     """
 
     form: Callable[[torch.nn.Module], str]
     inputs: tuple[str, str, str] | None
     spec: Callable[[torch.nn.Module, Inputs], ExpertsSpec]
     own_code: Callable[[torch.nn.Module], Callable[..., Any]]
+    found: Found = "captured"
 
 
-def plan(interface: Interface) -> str:
+def plan(interface: Interface, tokens: int | torch.SymInt | None = None) -> str:
     """Called at trace time with the traced frame's `self` on the stack.
+
+    Args:
+        interface: how to read the module.
+        tokens: T, where it is not the length of the hidden states.
 
     Returns:
         The tag under which the block is to be traced as canonical ops; "" where the model's own code runs, because
@@ -75,7 +81,8 @@ def plan(interface: Interface) -> str:
     _check(path, spec, inputs)
 
     own_code = interface.own_code(module)
-    situation = _situation(module, inputs, settings, root.one_graph, _traces_whole(own_code))
+    traces_whole = interface.found != "prepared" and _traces_whole(own_code)
+    situation = _situation(module, inputs, settings, root.one_graph, traces_whole)
     selection = owner.selection_now(root, situation.device_type)
     tracing.guard_attribute(root, owner.choice, "signature")
     if selection.varies or owner.tells_modules_apart:
@@ -83,7 +90,8 @@ def plan(interface: Interface) -> str:
     sub_config = sub_config_of(module, tracing.root_module(root))
     owner.note_sub_config(sub_config)
 
-    tokens = inputs.hidden.shape[0] if inputs.hidden is not None else None
+    if inputs.hidden is not None:
+        tokens = inputs.hidden.shape[0]
     decision = decide(
         selection.name_for(path, sub_config),
         spec,
@@ -101,7 +109,7 @@ def plan(interface: Interface) -> str:
         Block(
             path=path,
             form=interface.form(module),
-            found="captured",
+            found=interface.found,
             source=f"{code.co_filename}:{code.co_firstlineno}",
             spec=spec,
             tokens=token_count(tokens),

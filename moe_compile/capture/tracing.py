@@ -24,10 +24,13 @@ from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables import ConstDictVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 log = logging.getLogger("moe_compile")
+UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,25 @@ def local_value(translator: InstructionTranslatorBase, name: str) -> Any:
     if isinstance(variable, TensorVariable):
         return variable.as_proxy().node.meta.get("example_value")
     return getattr(variable, "value", None)
+
+
+def local_values(translator: InstructionTranslatorBase, name: str) -> Any:
+    """Like `local_value` for a tuple, list or dict of values; `UNKNOWN` stands for what cannot be told."""
+    variable = translator.symbolic_locals.get(name)
+    return UNKNOWN if variable is None else _value(variable)
+
+
+def _value(variable: VariableTracker) -> Any:
+    variable = variable.realize()
+    if isinstance(variable, TensorVariable):
+        return variable.as_proxy().node.meta.get("example_value", UNKNOWN)
+    if isinstance(variable, BaseListVariable):
+        return variable.python_type()(_value(item) for item in variable.items)
+    if isinstance(variable, ConstDictVariable):
+        return {key.vt.as_python_constant(): _value(item) for key, item in variable.items.items()}
+    if isinstance(variable, SymNodeVariable):
+        return variable.sym_num
+    return variable.as_python_constant() if variable.is_python_constant() else UNKNOWN
 
 
 def module_path(translator: InstructionTranslatorBase, name: str) -> str:
