@@ -11,6 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_compile.assume.prepare import compile as compile
+    from moe_compile.assume.prepare import prepare as prepare
+    from moe_compile.assume.prepare import release as release
     from moe_compile.backend import backend as backend
     from moe_compile.capture.experts_block import experts_block as experts_block
     from moe_compile.capture.registered import register_experts as register_experts
@@ -30,12 +33,15 @@ _DEFINED_IN = {
     "ExpertsSpec": "spec",
     "MoeCompileError": "errors",
     "backend": "backend",
+    "compile": "assume.prepare",
     "experts_block": "capture.experts_block",
     "explain": "explain",
     "inspect": "inspection.inspect",
     "matrix": "compatibility.matrix",
+    "prepare": "assume.prepare",
     "register_backend": "register_backend",
     "register_experts": "capture.registered",
+    "release": "assume.prepare",
     "rewrite": "rewrite",
     "unregister_backend": "register_backend",
 }

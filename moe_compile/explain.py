@@ -1,8 +1,7 @@
 """`moe_compile.explain(model, *args)`: what would be found and done, without compiling anything for real."""
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from moe_compile.kernels.external.loading import LoadedKernel, loaded_kernels
 from moe_compile.modes import resolve_settings
 from moe_compile.report import Coverage, Explanation, GraphBreak
 from moe_compile.selection import Experts
+from moe_compile.side_effects import undone
 
 
 def explain(
@@ -56,7 +56,7 @@ def explain(
     breaks_before = len(graph_break_reasons)
     # Every layer is traced on its own, which is more than Dynamo's limits for one function allow.
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
-    with _state_of(function), limits, warnings.catch_warnings():
+    with undone(function), limits, warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         warnings.simplefilter("ignore", UnseenExpertsWarning)
         try:
@@ -125,18 +125,3 @@ def _graph_break(reason: Any) -> GraphBreak:
     frames = [frame for frame in reason.user_stack if "/torch/" not in frame.filename] or reason.user_stack
     source = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
     return GraphBreak(str(reason.reason).strip().splitlines()[0], source)
-
-
-@contextlib.contextmanager
-def _state_of(model: Any) -> Iterator[None]:
-    """Puts a model's buffers and the random number generators back."""
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    copies = [buffer.clone() for buffer in buffers]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, copy in zip(buffers, copies, strict=True):
-                    buffer.copy_(copy)

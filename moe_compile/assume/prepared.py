@@ -77,8 +77,7 @@ class Prepared:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(leaf is tracing.UNKNOWN for leaf in leaves):
             return ""
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        state = _State.of(module, device)
+        state = _State.of(module, _device(leaves))
         with _lock:
             for name, program in self.programs.items():
                 if self._states[name] == state and program.tensors(args, kwargs) is not None:
@@ -90,10 +89,17 @@ class Prepared:
             except CannotAssumeError as error:
                 self.failures.append(error)
                 return ""
-            name = f"program_{len(self.programs)}"
-            self.programs[name] = program
-            self._states[name] = state
-            return name
+            return self._keep(program, state)
+
+    def keep(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
+        """Adds a program that was made for a module as it is now."""
+        self._keep(program, _State.of(module, _device(pytree.tree_leaves((args, kwargs)))))
+
+    def _keep(self, program: Program, state: _State) -> str:
+        name = f"program_{len(self.programs)}"
+        self.programs[name] = program
+        self._states[name] = state
+        return name
 
 
 def prepared_of(module: torch.nn.Module) -> Prepared | None:
@@ -194,6 +200,10 @@ def _planned() -> str:
         )
         tags.append(plan(interface, program.num_tokens(tensors, match)))
     return "\n".join([name, *tags]) if all(tags) else ""
+
+
+def _device(leaves: list[Any]) -> torch.device:
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

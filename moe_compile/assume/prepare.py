@@ -1,0 +1,206 @@
+"""`prepare`, `compile` and `release`: any model with experts blocks, as one graph."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from moe_compile.assume import forced_routing
+from moe_compile.assume.find import Call, find_host_reads
+from moe_compile.assume.prepared import Prepared, install, prepared_of, uninstall
+from moe_compile.assume.program import make_program
+from moe_compile.assume.trace import CannotAssumeError
+from moe_compile.backend import MoeBackend, backend
+from moe_compile.errors import OptionError
+from moe_compile.selection import Experts
+from moe_compile.side_effects import undone
+from moe_compile.spec import ExpertsSpec
+
+
+@dataclass(frozen=True)
+class PreparedBlock:
+    """A module whose forward is swapped in traces for our backend.
+
+    Attributes:
+        path: module path in the model.
+        module: name of its class.
+        source: `file.py:line` of its experts block, None if unknown.
+        spec: layout and arithmetic.
+        assumed: what had to be assumed and was shown to lose nothing: question, `file.py:line`.
+    """
+
+    path: str
+    module: str
+    source: str | None
+    spec: ExpertsSpec
+    assumed: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class NotPrepared:
+    """A module whose Python reads data and that keeps its own code.
+
+    Attributes:
+        path: module path in the model.
+        module: name of its class.
+        source: `file.py:line`.
+        reason: why.
+    """
+
+    path: str
+    module: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What `prepare()` did; `str()` of it is a report.
+
+    Attributes:
+        prepared: the modules that are now one graph.
+        not_prepared: the modules that read data on the host and stay as they are.
+    """
+
+    prepared: tuple[PreparedBlock, ...]
+    not_prepared: tuple[NotPrepared, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.prepared)} modules prepared, {len(self.not_prepared)} keep their own code"]
+        if self.prepared:
+            rows = [(p.path or "(model)", p.module, p.spec.summary(), len(p.assumed), p.source) for p in self.prepared]
+            parts.append(tabulate(rows, ["prepared", "class", "spec", "assumptions", "source"]))
+        if self.not_prepared:
+            rows_n = [(n.path or "(model)", n.module, n.reason, n.source) for n in self.not_prepared]
+            parts.append(tabulate(rows_n, ["left alone", "class", "reason", "source"]))
+        return "\n\n".join(parts)
+
+
+def prepare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Preparation:
+    """Makes the experts blocks of a model traceable as one graph, in place.
+
+    The model runs once, uncompiled. Each module whose Python reads data on the host, such as a loop over the experts
+    that were hit, is traced on the assumption that every expert has tokens, proven to be an experts block, and what was
+    assumed is justified. From then on its forward is swapped inside traces for a moe_compile backend, and nowhere else:
+    uncompiled calls, other backends, `state_dict`, copies and hooks see the module as it was. Preparing again adds what
+    is new.
+
+    Args:
+        model: any module.
+        *args: example arguments; one call must reach every experts block.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        What was prepared, and what was not, with the line and the reason.
+
+    Raises:
+        OptionError: if `model` is no module.
+        Exception: whatever the model itself raises.
+    """
+    model = _module(model, "prepare")
+    with undone(model):
+        calls = find_host_reads(model, args, kwargs)
+    prepared: dict[str, PreparedBlock] = {}
+    refused: list[NotPrepared] = []
+    for call in calls:
+        failure: CannotAssumeError | None = None
+        # A module may only route or only sort: then the module around it holds the block.
+        for candidate in (call, *call.inside):
+            if candidate.path in prepared or prepared_of(candidate.module) is not None:
+                failure = None
+                break
+            try:
+                prepared[candidate.path] = _prepare(candidate)
+                failure = None
+                break
+            except CannotAssumeError as error:
+                failure = failure or error
+        if failure is not None:
+            name = type(call.module).__name__
+            refused.append(NotPrepared(call.path, name, failure.source or call.source, failure.reason))
+    return Preparation(tuple(prepared.values()), tuple(refused))
+
+
+def release(model: torch.nn.Module) -> None:
+    """Undoes `prepare`: every module and class is as it was before.
+
+    Raises:
+        OptionError: if `model` is no module.
+    """
+    for module in _module(model, "release").modules():
+        if prepared_of(module) is not None:
+            uninstall(module)
+
+
+def compile(  # noqa: A001  the field's word for it
+    model: torch.nn.Module, experts: MoeBackend | Experts = "auto", **torch_compile_kwargs: Any
+) -> Callable[..., Any]:
+    """Prepares a model at its first call and compiles it with `torch.compile`.
+
+        model = moe_compile.compile(model, "grouped_mm", fullgraph=True)
+
+    Args:
+        model: any module.
+        experts: what `moe_compile.backend()` takes, or such a backend.
+        **torch_compile_kwargs: `fullgraph`, `dynamic`, `mode`, `options`, as for `torch.compile`.
+
+    Returns:
+        The compiled module.
+
+    Raises:
+        OptionError: if `model` is no module, or `backend` is among the keywords.
+        UnknownBackendError, SelectionError: for experts backends that do not exist.
+    """
+    model = _module(model, "compile")
+    if "backend" in torch_compile_kwargs:
+        raise OptionError(
+            "compile(..., backend=...)", "the backend is moe_compile's", "Pass moe_compile.backend(...) as `experts`"
+        )
+    chosen = experts if isinstance(experts, MoeBackend) else backend(experts)
+    compiled = torch.compile(model, backend=chosen, **torch_compile_kwargs)
+
+    def prepare_once(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook.remove()
+        prepare(model, *args, **kwargs)
+
+    hook = compiled.register_forward_pre_hook(prepare_once, with_kwargs=True, prepend=True)
+    return compiled
+
+
+def _prepare(call: Call) -> PreparedBlock:
+    module = call.module
+    if "forward" in module.__dict__:
+        raise CannotAssumeError("its forward was replaced on the instance", call.source)
+    hooked = next((name for name, child in module.named_modules() if name and _has_hooks(child)), None)
+    if hooked is not None:
+        raise CannotAssumeError(f"{hooked} has forward hooks, which a rewritten block would not run", call.source)
+    experts = _count_experts(module)
+    program = make_program(module, call.args, call.kwargs, experts)
+    forced_routing.check(program, module, call.args, call.kwargs)
+    prepared = Prepared(experts)
+    prepared.keep(module, call.args, call.kwargs, program)
+    install(module, prepared)
+    first = program.matches[0]
+    assumed = tuple((a.expression, a.source) for a in program.traced.assumptions)
+    return PreparedBlock(call.path, type(module).__name__, first.source, first.spec, assumed)
+
+
+def _count_experts(module: torch.nn.Module) -> int:
+    """E, as a module's children or stacked weights say: the longest list of modules, else the first axis."""
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    lengths = [len(child) for child in module.modules() if isinstance(child, lists)]
+    stacked = [p.shape[0] for p in module.parameters() if p.dim() == 3]
+    return max(lengths, default=max(stacked, default=1))
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _module(model: Any, verb: str) -> torch.nn.Module:
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"{verb}({type(model).__name__})", "this is no module", "Pass a torch.nn.Module")
+    return model
