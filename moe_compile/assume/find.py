@@ -21,7 +21,7 @@ _READS = frozenset(
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of a module that reads data on the host.
 

@@ -19,6 +19,10 @@ from moe_compile.side_effects import undone
 from moe_compile.spec import ExpertsSpec
 
 
+# How far around a module that reads data its experts block may reach.
+_LEVELS = 2
+
+
 @dataclass(frozen=True)
 class PreparedBlock:
     """A module whose forward is swapped in traces for our backend.
@@ -103,24 +107,30 @@ def prepare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Preparation:
     with undone(model):
         calls = find_host_reads(model, args, kwargs)
     prepared: dict[str, PreparedBlock] = {}
-    refused: list[NotPrepared] = []
+    refused: dict[tuple[str, str], NotPrepared] = {}
     for call in calls:
-        failure: CannotAssumeError | None = None
-        # A module may only route or only sort: then the module around it holds the block.
-        for candidate in (call, *call.inside):
-            if candidate.path in prepared or prepared_of(candidate.module) is not None:
-                failure = None
-                break
-            try:
-                prepared[candidate.path] = _prepare(candidate)
-                failure = None
-                break
-            except CannotAssumeError as error:
-                failure = failure or error
+        if any(call in other.inside for other in calls):
+            continue  # what it reads itself lies outside the experts, which a module in it holds
+        failure = _prepare_outwards(call, prepared)
         if failure is not None:
+            source = failure.source or call.source
             name = type(call.module).__name__
-            refused.append(NotPrepared(call.path, name, failure.source or call.source, failure.reason))
-    return Preparation(tuple(prepared.values()), tuple(refused))
+            refused.setdefault((source, failure.reason), NotPrepared(call.path, name, source, failure.reason))
+    return Preparation(tuple(prepared.values()), tuple(refused.values()))
+
+
+def _prepare_outwards(call: Call, prepared: dict[str, PreparedBlock]) -> CannotAssumeError | None:
+    """Prepares a module, or a module around it: one that only routes or sorts is a part of the block."""
+    failure: CannotAssumeError | None = None
+    for candidate in (call, *call.inside[:_LEVELS]):
+        if candidate.path in prepared or prepared_of(candidate.module) is not None:
+            return None
+        try:
+            prepared[candidate.path] = _prepare(candidate)
+            return None
+        except CannotAssumeError as error:
+            failure = failure or error
+    return failure
 
 
 def release(model: torch.nn.Module) -> None:

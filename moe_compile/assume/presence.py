@@ -116,6 +116,14 @@ def counted_experts(graph: Graph) -> dict[sympy.Symbol, int]:
     return found
 
 
+def listed_experts(node: Node | None) -> int | None:
+    """How many experts a list of the hit ones can hold: the length of the table that it was made of, if it has one."""
+    while node is not None and name_of(node) not in ("nonzero", "where", "argwhere", "nonzero_numpy"):
+        node = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    size = value_of(node.args[0]).numel() if node is not None else None  # type: ignore[arg-type]
+    return size if isinstance(size, int) else None
+
+
 def _row_counts(value: Any) -> list[torch.SymInt]:
     if isinstance(value, tuple | list):
         return _row_counts(value[0]) if value else []

@@ -61,17 +61,19 @@ class Program:
         return count if isinstance(count, int) else self._evaluate(count.node.expr, tensors)
 
     def _fits(self, tensors: Sequence[Tensor]) -> bool:
+        sizes: dict[Any, Any] = {}
         for tensor, fake in zip(tensors, self.traced.examples, strict=True):
             if tensor.dtype != fake.dtype or tensor.dim() != fake.dim() or tensor.device != fake.device:
                 return False
             for size, example in zip(tensor.shape, fake.shape, strict=True):
-                if isinstance(example, int) and size != example:
+                expected = sizes.setdefault(_symbol(example), size) if isinstance(example, torch.SymInt) else example
+                if expected is not size and not size == expected:
                     return False
         return all(bool(self._evaluate(e, tensors)) == bool(truth) for e, truth in self.traced.conditions)
 
     def _evaluate(self, expression: Any, tensors: Sequence[Tensor]) -> Any:
         sizes = {
-            example.node.expr: size
+            _symbol(example): size
             for tensor, fake in zip(tensors, self.traced.examples, strict=True)
             for size, example in zip(tensor.shape, fake.shape, strict=True)
             if isinstance(example, torch.SymInt)
@@ -79,7 +81,13 @@ class Program:
         return sympy_interp(PythonReferenceAnalysis, sizes, expression)
 
 
-def make_program(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_experts: int) -> Program:
+def _symbol(size: torch.SymInt) -> Any:
+    return size.node.expr
+
+
+def make_program(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_experts: int
+) -> Program:
     """Traces a module, proves its experts blocks and what was assumed, and writes the blocks in canonical ops.
 
     Args:
@@ -145,8 +153,5 @@ def _data_dependent(graph: Graph) -> Iterator[Node]:
         value = value_of(node)
         values = value if isinstance(value, tuple | list) else [value]
         sizes = [s for v in values for s in (v.shape if isinstance(v, Tensor) else [v])]
-        if any(
-            isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) and free_unbacked_symbols(size)
-            for size in sizes
-        ):
+        if any(isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) and free_unbacked_symbols(size) for size in sizes):
             yield node

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from moe_compile.assume.presence import counted_experts, presence
+from moe_compile.assume.presence import counted_experts, listed_experts, presence
 
 # Frames that keep sizes; the question comes from whoever called them.
 _HOST_SIDE = ("symbolic_shapes.py", "sym_node.py", "recording.py", "proxy_tensor.py", "torch/__init__.py", __file__)
@@ -132,9 +132,9 @@ def trace_assuming(
 
     Args:
         module: any module; it is not run on data and not changed.
-        args: example arguments. Every axis of a floating-point tensor but its last is symbolic.
+        args: example arguments. All axes but the last are symbolic, equal ones alike; so is the only axis of integers.
         kwargs: example keyword arguments.
-        num_experts: E; what a loop over a list of hit experts runs over.
+        num_experts: E; what a loop over the hit experts runs over where the graph does not say it.
         occupied: which experts are taken to have tokens; questions and lists of hit experts are answered accordingly.
 
     Returns:
@@ -182,7 +182,7 @@ class _AssumingShapeEnv(ShapeEnv):
 
     def __init__(self, session: _Session) -> None:
         # Sizes of zero and one are like all others: what depends on them becomes a condition.
-        super().__init__(specialize_zero_one=False, duck_shape=False)
+        super().__init__(specialize_zero_one=False)
         self._session = session
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class _HostReads(TorchFunctionMode):
         if found is None or not found.listed:
             raise CannotAssumeError("reads a list of unknown length that is not the list of the hit experts", source)
         self.session.assumptions.append(Assumption("every expert hit", f"iter({node})", source, -1))
-        hit = [e for e in range(self.session.num_experts) if self.session.occupied(e)]
+        hit = [e for e in range(listed_experts(node) or self.session.num_experts) if self.session.occupied(e)]
         if name != "unbind":
             return hit
         return [torch.tensor(e, dtype=tensor.dtype).reshape(tensor.shape[1:]) for e in hit]
@@ -284,10 +284,9 @@ def _for_torch(expression: Any) -> Any:
 
 
 def _symbolic(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    last_is_fixed = tensor.is_floating_point() or tensor.dim() > 1
-    sizes = [DimDynamic.DYNAMIC] * (tensor.dim() - last_is_fixed) + [DimDynamic.STATIC] * (
-        last_is_fixed and tensor.dim() > 0
-    )
+    fixed = 1 if tensor.dim() > 0 and (tensor.is_floating_point() or tensor.dim() > 1) else 0
+    # Axes of equal length are one symbol, so that hidden states and ids agree in T.
+    sizes = [DimDynamic.DUCK] * (tensor.dim() - fixed) + [DimDynamic.STATIC] * fixed
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
