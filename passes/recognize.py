@@ -32,7 +32,7 @@ from moe_compile.passes import (
 from moe_compile.passes.block import OPEN, Block, merge
 from moe_compile.passes.blocks import META_KEYS
 from moe_compile.passes.boundary import Boundary, Contexts, find_contexts, without_foreign_writes
-from moe_compile.passes.candidates import GROUPED, Candidate, name_of, storage_of, value_of
+from moe_compile.passes.candidates import BUFFERS, GROUPED, Candidate, name_of, storage_of, value_of
 from moe_compile.passes.candidates_dense import find_candidates, find_mixtures
 from moe_compile.passes.canonicalize import write
 from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
@@ -113,11 +113,18 @@ def _mixture(node: Node) -> Rejection:
 
 
 def _without_other_contexts(candidate: Candidate, contexts: Contexts) -> Candidate:
-    """Leaves out what stands in front of a block in another grad mode, such as the last view of a frozen router."""
+    """Leaves out what stands in front of a block in another grad mode, such as the last view of a frozen router.
+
+    A fresh buffer is the same in every mode.
+    """
     if not contexts:
         return candidate
     seed = candidate.seed
-    return replace(candidate, nodes=tuple(n for n in candidate.nodes if n > seed or contexts[n] == contexts[seed]))
+
+    def belongs(node: Node) -> bool:
+        return node > seed or contexts[node] == contexts[seed] or name_of(node) in BUFFERS
+
+    return replace(candidate, nodes=tuple(filter(belongs, candidate.nodes)))
 
 
 def _overlap(candidate: Candidate, nodes: set[Node]) -> bool:

@@ -82,7 +82,8 @@ class Program:
 
 
 def _symbol(size: torch.SymInt) -> Any:
-    return size.node.expr
+    """The symbol that a size was made with, even if the module has fixed it since."""
+    return size.node._expr
 
 
 def make_program(

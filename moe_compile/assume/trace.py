@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from moe_compile.assume.presence import counted_experts, listed_experts, presence
+from moe_compile.side_effects import Attributes
 
 # Frames that keep sizes; the question comes from whoever called them.
 _HOST_SIDE = ("symbolic_shapes.py", "sym_node.py", "recording.py", "proxy_tensor.py", "torch/__init__.py", __file__)
@@ -165,14 +166,23 @@ def trace_assuming(
         out_spec.append(spec)
         return outputs
 
+    attributes = Attributes(module)
     try:
         gm = make_fx(run, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True)(fake_state, fake_inputs)
+        changed = attributes.changed()
+        if changed:
+            raise CannotAssumeError(f"its forward sets the attribute {changed[0]}", None)
     except CannotAssumeError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise CannotAssumeError(reason, _line_of(error)) from error
-    conditions = tuple(dict.fromkeys(session.conditions))
+    finally:
+        attributes.restore()
+    sizes = [size.node for fake in fake_inputs for size in fake.shape if isinstance(size, torch.SymInt)]
+    # What became of a symbol while the module was traced, such as a length that `len()` has fixed.
+    fixed_sizes = [(sympy.Eq(node._expr, node.expr), sympy.true) for node in sizes if node.expr != node._expr]
+    conditions = tuple(dict.fromkeys([*session.conditions, *fixed_sizes]))
     examples = tuple(fake_inputs)
     return Traced(gm, tuple(state), in_spec, fixed, examples, out_spec[0], tuple(session.assumptions), conditions)
 
@@ -190,7 +200,7 @@ class _AssumingShapeEnv(ShapeEnv):
         try:
             result = super().evaluate_expr(orig_expr, *args, **kwargs)
             # What torch asks for itself decides strides; what the module's Python asks decides what is computed.
-            if getattr(orig_expr, "free_symbols", None) and not _is_torch(frame):
+            if isinstance(orig_expr, sympy.logic.boolalg.Boolean) and orig_expr.free_symbols and not _is_torch(frame):
                 self._session.conditions.append((orig_expr, result))
             return result
         except GuardOnDataDependentSymNode:
