@@ -1,6 +1,5 @@
 """`prepare`, `compile` and `release`: any model with experts blocks, as one graph."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from moe_compile.errors import OptionError
 from moe_compile.selection import Experts
 from moe_compile.side_effects import undone
 from moe_compile.spec import ExpertsSpec
-
 
 # How far around a module that reads data its experts block may reach.
 _LEVELS = 2
@@ -144,9 +142,9 @@ def release(model: torch.nn.Module) -> None:
             uninstall(module)
 
 
-def compile(  # noqa: A001  the field's word for it
+def compile(
     model: torch.nn.Module, experts: MoeBackend | Experts = "auto", **torch_compile_kwargs: Any
-) -> Callable[..., Any]:
+) -> torch.nn.Module:
     """Prepares a model at its first call and compiles it with `torch.compile`.
 
         model = moe_compile.compile(model, "grouped_mm", fullgraph=True)
@@ -170,6 +168,7 @@ def compile(  # noqa: A001  the field's word for it
         )
     chosen = experts if isinstance(experts, MoeBackend) else backend(experts)
     compiled = torch.compile(model, backend=chosen, **torch_compile_kwargs)
+    assert isinstance(compiled, torch.nn.Module)
 
     def prepare_once(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()

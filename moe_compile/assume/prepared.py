@@ -1,7 +1,7 @@
 """Swaps a prepared module's forward for its program, only inside traces for our backend.
 
-    forward(self, ...)      outside of a trace, or in a trace for somebody else: the class's own
-                            in a trace of ours: the program that was proven for the module's state, if there is one
+forward(self, ...)      outside of a trace, or in a trace for somebody else: the class's own
+                        in a trace of ours: the program that was proven for the module's state, if there is one
 """
 
 import functools
@@ -13,10 +13,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch._guards import tracing as tracing_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_compile.assume.program import Program, make_program
 from moe_compile.assume.trace import CannotAssumeError
@@ -150,7 +148,8 @@ def _swapping(own: Callable[..., Any]) -> Callable[..., Any]:
             # Read here so that the compiled code is guarded by what the program was chosen for.
             if self.training is not None and choice:
                 name, *tags = choice.split("\n")
-                return _run(self._moe_compile_prepared.programs[name], tags, self, args, kwargs)
+                prepared: Prepared = self._moe_compile_prepared  # type: ignore[assignment]
+                return _run(prepared.programs[name], tags, self, args, kwargs)
         return own(self, *args, **kwargs)
 
     forward._moe_compile_own = own  # type: ignore[attr-defined]
@@ -182,7 +181,7 @@ def _planned() -> str:
     prepared = prepared_of(module)
     assert prepared is not None
     args, kwargs = tracing.local_values(frame, "args"), tracing.local_values(frame, "kwargs")
-    with _disable_current_modes(), tracing_context(None):
+    with tracing.suspended():
         name = prepared.find(module, args, kwargs)
     if not name:
         return ""

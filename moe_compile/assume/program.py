@@ -67,7 +67,7 @@ class Program:
                 return False
             for size, example in zip(tensor.shape, fake.shape, strict=True):
                 expected = sizes.setdefault(_symbol(example), size) if isinstance(example, torch.SymInt) else example
-                if expected is not size and not size == expected:
+                if expected is not size and size != expected:
                     return False
         return all(bool(self._evaluate(e, tensors)) == bool(truth) for e, truth in self.traced.conditions)
 
@@ -81,14 +81,12 @@ class Program:
         return sympy_interp(PythonReferenceAnalysis, sizes, expression)
 
 
-def _symbol(size: torch.SymInt) -> Any:
+def _symbol(size: Any) -> Any:
     """The symbol that a size was made with, even if the module has fixed it since."""
     return size.node._expr
 
 
-def make_program(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_experts: int
-) -> Program:
+def make_program(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_experts: int) -> Program:
     """Traces a module, proves its experts blocks and what was assumed, and writes the blocks in canonical ops.
 
     Args:
@@ -154,5 +152,8 @@ def _data_dependent(graph: Graph) -> Iterator[Node]:
         value = value_of(node)
         values = value if isinstance(value, tuple | list) else [value]
         sizes = [s for v in values for s in (v.shape if isinstance(v, Tensor) else [v])]
-        if any(isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) and free_unbacked_symbols(size) for size in sizes):
+        if any(
+            isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) and free_unbacked_symbols(size)
+            for size in sizes
+        ):
             yield node

@@ -179,7 +179,8 @@ def trace_assuming(
         raise CannotAssumeError(reason, _line_of(error)) from error
     finally:
         attributes.restore()
-    sizes = [size.node for fake in fake_inputs for size in fake.shape if isinstance(size, torch.SymInt)]
+    lengths: list[Any] = [size for fake in fake_inputs for size in fake.shape]
+    sizes = [length.node for length in lengths if isinstance(length, torch.SymInt)]
     # What became of a symbol while the module was traced, such as a length that `len()` has fixed.
     fixed_sizes = [(sympy.Eq(node._expr, node.expr), sympy.true) for node in sizes if node.expr != node._expr]
     conditions = tuple(dict.fromkeys([*session.conditions, *fixed_sizes]))
@@ -344,7 +345,7 @@ def _user_frame() -> Any:
 
 
 def _is_torch(frame: Any) -> bool:
-    """Whether a frame is torch's own; modules and functionals in Python choose what to compute, as a user's code does."""
+    """Whether a frame is torch's own; its modules and functionals choose what to compute, as a user's code does."""
     name = str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] == "torch" and not name.startswith(("torch.nn.", "torch.functional"))
 

@@ -6,9 +6,10 @@ its `output.compiler_fn` (the backend, wrapped by `torch.compile`), `one_graph` 
 the guards of the trace; and, when Dynamo is done with a frame, how far it came. Tried with torch 2.11 and 2.13.
 """
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType, FrameType
@@ -24,10 +25,12 @@ from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import ConstDictVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables import ConstDictVariable, TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger("moe_compile")
 UNKNOWN = object()
@@ -94,6 +97,13 @@ def local_value(translator: InstructionTranslatorBase, name: str) -> Any:
     if isinstance(variable, TensorVariable):
         return variable.as_proxy().node.meta.get("example_value")
     return getattr(variable, "value", None)
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Runs code in the middle of a trace as if there were none: other graphs can be traced in it."""
+    with _disable_current_modes(), torch._guards.tracing(None):
+        yield
 
 
 def local_values(translator: InstructionTranslatorBase, name: str) -> Any:

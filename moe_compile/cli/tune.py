@@ -24,7 +24,8 @@ def _run(arguments: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-compile tune",
         description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog="examples:\n  moe-compile tune\n  moe-compile tune --shapes 128,8,2048,768 --tokens 1 64 1024 --training",
+        epilog="examples:\n  moe-compile tune\n"
+        "  moe-compile tune --shapes 128,8,2048,768 --tokens 1 64 1024 --training",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tune.add_arguments(parser)
