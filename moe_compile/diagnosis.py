@@ -75,13 +75,8 @@ def diagnose() -> Diagnosis:
     """Looks at this machine; compiles and loads nothing."""
     kinds = (["cuda"] if torch.cuda.is_available() else []) + ["cpu"]
     machines = tuple(Machine.here(kind) for kind in kinds)
-    spec = replace(
-        small_block.SPEC,
-        hidden_size=None,
-        intermediate_size=None,
-        weight_dtype=torch.bfloat16,
-        activation_dtype=torch.bfloat16,
-    )
+    bf16 = torch.bfloat16
+    spec = replace(small_block.SPEC, hidden_size=None, intermediate_size=None, weight_dtype=bf16, activation_dtype=bf16)
     backends = []
     for kind in kinds:
         situation = device_situation(torch.device(kind), CompileSettings(), fullgraph=False, training=False)
