@@ -385,6 +385,7 @@ def test_compiled_code_follows(model, x):
     for _ in range(3):  # guards that never failed take short cuts
         check_follows(run, model, x)
     for name, change in CHANGES.items():
+        model.load_state_dict(other_state(model, 8))
         before = model(x)
         change(model)
         check_follows(run, model, x)
