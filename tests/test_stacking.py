@@ -353,7 +353,7 @@ CHANGES = {
     "load_state_dict": lambda model: model.load_state_dict(other_state(model)),
     "load_state_dict(assign)": lambda model: model.load_state_dict(other_state(model, 6), assign=True),
     "data of one": lambda model: setattr(model[1].experts[3].w2.weight, "data", torch.randn(D, F)),
-    "data of all": lambda model: [setattr(p, "data", p.data + 1) for p in model.parameters()],
+    "data of all": lambda model: [setattr(p, "data", p.data * 0.9) for p in model.parameters()],
     "a new parameter": lambda model: setattr(model[0].experts[0].w3, "weight", nn.Parameter(torch.randn(F, D))),
     "a new parameter over the same memory": lambda model: setattr(
         model[0].experts[0].w3, "weight", nn.Parameter(model[0].experts[0].w3.weight.data)
