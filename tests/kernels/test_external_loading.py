@@ -7,8 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from external_kernels import DEEP_GEMM, REPOSITORIES, SONIC_MOE, import_package, write_local_kernel, write_package
-from test_external_requirements import BLACKWELL, HOPPER
+from external_kernels import (
+    BLACKWELL,
+    DEEP_GEMM,
+    HOPPER,
+    REPOSITORIES,
+    SONIC_MOE,
+    import_package,
+    write_local_kernel,
+    write_package,
+)
 
 from moe_compile.errors import KernelLoadError, KernelResultError, RegistrationError, RequirementError
 from moe_compile.external import external_kernels, loaded_kernels, register_loader
