@@ -79,7 +79,7 @@ def test_sonicmoe_trains():
     function = torch.compile(module, backend=moe_compile.backend("sonicmoe"), fullgraph=True)
     results = []
     for run, dtype in ((function, BF16), (module, BF16), (copy.deepcopy(module).float(), torch.float32)):
-        x, w = hidden.to(dtype).requires_grad_(), weights.to(dtype).requires_grad_()
+        x, w = (tensor.detach().clone().to(dtype).requires_grad_() for tensor in (hidden, weights))
         run(x, ids, w).float().square().sum().backward()
         parameters = (run if dtype == torch.float32 else module).parameters()
         results.append([x.grad, w.grad, *(p.grad.clone() for p in parameters)])
