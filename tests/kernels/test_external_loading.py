@@ -117,7 +117,7 @@ def test_a_missing_requirement_is_an_import_error_and_nothing_is_imported(machin
 
 BAD = {
     "lacks a symbol": (
-        {"__init__.py": DEEP_GEMM["__init__.py"].replace("def m_grouped_bf16_gemm_nn", "def another")},
+        {**DEEP_GEMM, "__init__.py": DEEP_GEMM["__init__.py"].replace("def m_grouped_bf16_gemm_nn", "def another")},
         "lacks m_grouped_bf16_gemm_nn_contiguous",
     ),
     "raises on import": ({"__init__.py": "raise RuntimeError('built for another torch')"}, "built for another torch"),
