@@ -17,17 +17,15 @@ from moe_compile import decoding
 from moe_compile.capture import tracing
 from moe_compile.capture.sub_configs import sub_configs
 from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
-from moe_compile.decision import ON_REJECT, OnReject
-from moe_compile.errors import FallbackWarning, NoExpertsWarning, OptionError, SelectionError, UnseenExpertsWarning
+from moe_compile.decision import OnReject, check_on_reject
+from moe_compile.errors import FallbackWarning, NoExpertsWarning, SelectionError, UnseenExpertsWarning
 from moe_compile.kernels.external.environment import describe_environment
 from moe_compile.kernels.external.loading import registered_loaders
-from moe_compile.modes import CompileSettings, nearest, resolve_settings
+from moe_compile.modes import CompileSettings, resolve_settings
 from moe_compile.report import UNSEEN_REMEDY, Block, GraphSummary, Rejected, Unseen
 from moe_compile.rewriter import Rewriter
 from moe_compile.rules import Override, Situation
 from moe_compile.selection import Experts, Selection
-from moe_compile.stacking.link import linking
-from moe_compile.stacking.stacks import ATTRIBUTE as STACKS
 from moe_compile.tables import device_name
 from moe_compile.unseen import UnseenExperts
 
@@ -69,13 +67,7 @@ class MoeBackend:
         decode: str | None = None,
         rules: str | os.PathLike[str] = DOCUMENTED,
     ) -> None:
-        if on_reject not in ON_REJECT:
-            raise OptionError(
-                f"on_reject={on_reject!r}",
-                f"there is no such policy{nearest(on_reject, list(ON_REJECT))}",
-                f"Use one of {', '.join(ON_REJECT)}",
-            )
-        self.on_reject = on_reject
+        self.on_reject = check_on_reject(on_reject)
         self.compiler = check_compiler(compiler)
         self.rules = rules
         self.override = _override_of(rules)
@@ -142,14 +134,15 @@ class MoeBackend:
             self.rejected += rewriter.rejected
         if translator is not None:
             self.learn_paths(tracing.root_module(translator))
-            self._check_keys(translator)
+            root = tracing.root_module(translator)
+            # Where Dynamo split the model, this may be a part of it.
+            self.check_keys(root, certain=translator.one_graph or tracing.is_whole_model(translator))
             if rewriter.blocks:
                 self.unseen.reach_code(translator.f_code)
                 tracing.guard_attribute(translator, self.choice, "signature")
             elif tracing.is_whole_model(translator):
                 self._warn_without_experts()
-        stacked = tracing.inputs_read_from(gm, STACKS)
-        return linking(compile_graph(self.compiler, settings, gm, example_inputs), stacked)
+        return compile_graph(self.compiler, settings, gm, example_inputs)
 
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`."""
@@ -199,11 +192,12 @@ class MoeBackend:
         with self._lock:
             self.choice.selection = selection
             self.choice.signature = selection.signature
+            self._checked.clear()  # the new keys have yet to match something
 
     def get(self) -> dict[str, str]:
         """The choice: one entry for the default (""), each sub-config seen so far, and each path in the mapping."""
         selection = self.choice.selection
-        seen = {name: selection.name_for("", name) for name in self._sub_configs}
+        seen = {name: selection.name_for_sub_config(name) for name in self._sub_configs}
         return {**dict(selection.entries), **seen}
 
     # What capture calls, while Dynamo traces -------------------------------------------------------------------------
@@ -227,6 +221,29 @@ class MoeBackend:
     def path_of(self, module: torch.nn.Module, default: str) -> str:
         """Path of a module in the model that was compiled, else the default."""
         return self._paths.get(module, default)
+
+    def check_keys(self, model: torch.nn.Module | None, certain: bool = True) -> None:
+        """Refuses, once per model and choice, keys of the mapping that match nothing in it.
+
+        Args:
+            model: what was compiled, or what a compiled function calls.
+            certain: whether it is all of what was compiled; a warning is given otherwise.
+
+        Raises:
+            SelectionError: for such a key.
+        """
+        # A module with a path is part of a larger model, which has been checked.
+        if model is None or model in self._checked or self._paths.get(model):
+            return
+        self._checked.add(model)
+        paths = [path for path, _ in model.named_modules()]
+        try:
+            self.choice.selection.check_keys(paths, sub_configs(model))
+        except SelectionError as error:
+            if certain:
+                self._checked.discard(model)  # the next call is refused as well
+                raise
+            self.warn_once(str(error))
 
     def note_sub_config(self, name: str) -> None:
         """Remembers the name of a sub-config that a block belongs to."""
@@ -276,22 +293,6 @@ class MoeBackend:
             + (f". What looked like one: {looked}" if looked else ""),
             NoExpertsWarning,
         )
-
-    def _check_keys(self, translator: tracing.InstructionTranslator) -> None:
-        """Refuses, once per compiled model, keys of the mapping that match nothing in it."""
-        root = tracing.root_module(translator)
-        # A module with a path is part of a larger model, which has been checked.
-        if root is None or root in self._checked or self._paths.get(root):
-            return
-        self._checked.add(root)
-        paths = [path for path, _ in root.named_modules()]
-        try:
-            self.choice.selection.check_keys(paths, sub_configs(root))
-        except SelectionError as error:
-            # Where Dynamo split the model, this may be a part of it.
-            if translator.one_graph or tracing.is_whole_model(translator):
-                raise
-            self.warn_once(str(error))
 
 
 def situation_of(example_inputs: list[Any], settings: CompileSettings, fullgraph: bool) -> Situation:

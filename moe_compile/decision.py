@@ -7,13 +7,30 @@ from typing import Literal
 import torch
 
 from moe_compile.auto import Ladder, choose, find_ladder
-from moe_compile.errors import RuleError
+from moe_compile.errors import OptionError, RuleError
 from moe_compile.experts_backends import AUTO, all_reasons, legal_names
+from moe_compile.modes import nearest
 from moe_compile.rules import Situation, error_for
 from moe_compile.spec import ExpertsSpec
 
 OnReject = Literal["error", "fallback", "keep"]
 ON_REJECT: tuple[OnReject, ...] = ("error", "fallback", "keep")
+
+
+def check_on_reject(on_reject: str) -> OnReject:
+    """Returns a policy that exists.
+
+    Raises:
+        OptionError: for any other one.
+    """
+    known = {policy: policy for policy in ON_REJECT}
+    if not isinstance(on_reject, str) or on_reject not in known:
+        raise OptionError(
+            f"on_reject={on_reject!r}",
+            f"there is no such policy{nearest(on_reject, list(known))}",
+            f"Use one of {', '.join(known)}",
+        )
+    return known[on_reject]
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,8 @@ def decide(
         return Decision(name, reasons, ladder)
 
     found = reasons[name] if name is not None else "; ".join(f"{key}: {why}" for key, why in reasons.items())
-    if on_reject == "keep":
+    # Where the graph must be whole, the model's own code is subject to the rules of `eager`.
+    if on_reject == "keep" and "eager" not in reasons:
         warn(f"experts={asked!r}: {found}. The model's own code runs instead.")
         return Decision(None, reasons)
     if on_reject == "fallback" and legal:

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 
 from moe_compile.errors import UnknownBackendError
-from moe_compile.external_rules import deepgemm_reasons, megamoe_reasons, sonicmoe_reasons
+from moe_compile.external_rules import deepgemm_reasons, sonicmoe_reasons
 from moe_compile.modes import nearest
 from moe_compile.passes import Lowering
 from moe_compile.passes.lower_batched_mm import lower_batched_mm
 from moe_compile.passes.lower_deepgemm import lower_deepgemm
 from moe_compile.passes.lower_grouped_mm import lower_grouped_mm
-from moe_compile.passes.lower_megamoe import lower_megamoe
 from moe_compile.passes.lower_sonicmoe import lower_sonicmoe
 from moe_compile.passes.lower_triton import lower_triton
 from moe_compile.rules import (
     Predicate,
     Situation,
     batched_mm_reasons,
+    canonical_reasons,
     eager_reasons,
     grouped_mm_reasons,
     triton_reasons,
@@ -53,9 +53,6 @@ _BACKENDS = (
     ExpertsBackend("batched_mm", batched_mm_reasons, lower_batched_mm, True, True, "weight gather and bmm"),
     ExpertsBackend("triton", triton_reasons, lower_triton, False, True, "own kernels, gathering and scattering rows"),
     ExpertsBackend("deepgemm", deepgemm_reasons, lower_deepgemm, False, True, "DeepGEMM's grouped GEMM, aligned rows"),
-    ExpertsBackend(
-        "deepgemm_megamoe", megamoe_reasons, lower_megamoe, False, False, "DeepGEMM's expert-parallel block, one kernel"
-    ),
     ExpertsBackend("sonicmoe", sonicmoe_reasons, lower_sonicmoe, True, True, "SonicMoE's fused forward and backward"),
     ExpertsBackend("eager", eager_reasons, None, True, True, "the model's own code"),
 )
@@ -83,11 +80,16 @@ def check_name(name: object, argument: str = "experts") -> str:
 
 
 def all_reasons(spec: ExpertsSpec, situation: Situation) -> dict[str, tuple[str, ...]]:
-    """Backend name -> reasons against it, for every backend; an override of the situation has the last word."""
+    """Backend name -> reasons against it, for every backend; an override of the situation has the last word.
+
+    Except on what the canonical ops cannot stand for, which no override knows of.
+    """
     reasons = {name: record.reasons(spec, situation) for name, record in EXPERTS_BACKENDS.items()}
-    if situation.override is None:
-        return reasons
-    return {name: situation.override(name, spec, situation, found) for name, found in reasons.items()}
+    if situation.override is not None:
+        reasons = {name: situation.override(name, spec, situation, found) for name, found in reasons.items()}
+    canonical = canonical_reasons(situation)
+    rewrites = {name for name, record in EXPERTS_BACKENDS.items() if record.lower is not None}
+    return {name: (*canonical, *found) if name in rewrites else found for name, found in reasons.items()}
 
 
 def legal_names(spec: ExpertsSpec, situation: Situation) -> list[str]:

@@ -1,7 +1,9 @@
 """`moe_compile.explain(model, *args)`: what would be found and done, without compiling anything for real."""
 
+import inspect
 import warnings
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.fx import GraphModule
 
 from moe_compile.backend import MoeBackend
 from moe_compile.backend import backend as make_backend
+from moe_compile.capture import tracing
 from moe_compile.decision import OnReject
 from moe_compile.errors import FallbackWarning, UnseenExpertsWarning
 from moe_compile.kernels.external.loading import LoadedKernel, loaded_kernels
@@ -28,8 +31,9 @@ def explain(
 ) -> Explanation:
     """Finds the experts blocks of a model and says what would run them, and why not something else.
 
-    The model runs once, on the arguments given, with its blocks rewritten but nothing compiled. Its buffers and the
-    random number generators are put back, gradients are not touched.
+    The model runs once, on the arguments given, with its blocks rewritten but nothing compiled. Its buffers, the random
+    number generators and what was compiled before stay as they were, gradients are not touched. What the model itself
+    writes into its arguments, such as a cache of keys and values, stays there.
 
     Args:
         model: a module, compiled or not, or a function.
@@ -60,9 +64,11 @@ def explain(
         warnings.simplefilter("ignore", FallbackWarning)
         warnings.simplefilter("ignore", UnseenExpertsWarning)
         try:
-            torch.compile(run, backend=recorder, mode=mode)(*args, **kwargs)
+            torch.compile(run, backend=recorder, mode=mode, **_APART)(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as caught:
             error = str(caught).strip().splitlines()[0]
+        finally:
+            tracing.forget_compiled(recorder.codes, recorder)
     reasons = graph_break_reasons[breaks_before:]
     breaks = dict.fromkeys(_graph_break(reason) for reason in reasons)
     return Explanation(
@@ -109,11 +115,22 @@ class _Recorder(MoeBackend):
         selection = original.choice.selection
         super().__init__(dict(selection.entries), policy, _run_as_it_is, selection.decode)
         self.override = original.override
+        self.codes: dict[CodeType, None] = {}
+
+    def note_attempt(self, attempt: tracing.Attempt) -> None:
+        self.codes[attempt.code] = None
+        super().note_attempt(attempt)
 
     def __eq__(self, other: object) -> bool:
         return self is other  # nothing that was compiled for a report serves another one
 
     __hash__ = object.__hash__
+
+
+# Where torch can keep the recompilations of a report apart from those that count towards the user's limits.
+_APART: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
 
 
 def _run_as_it_is(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

@@ -70,9 +70,9 @@ def resolve_settings(mode: str | None, options: Mapping[str, Any] | None) -> Com
     if options:
         try:
             torch._TorchCompileInductorWrapper(None, dict(options), None)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:  # the latter for a key that is no string
             known = torch._inductor.list_options()
-            unknown = [key for key in options if key.replace("-", "_") not in known]
+            unknown = [key for key in options if str(key).replace("-", "_") not in known]
             found = f"there is no Inductor option {unknown[0]!r}{nearest(unknown[0], known)}" if unknown else str(error)
             raise OptionError(
                 f"options={dict(options)!r}", found, "torch._inductor.list_options() names them all"

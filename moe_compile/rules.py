@@ -28,6 +28,8 @@ class Situation:
         own_code_traces_whole: whether Dynamo can trace the model's own code for this block as one graph.
         has_triton: whether triton is installed.
         dynamic_tokens: whether the token count is symbolic.
+        tensor_class: name of a wrapper class that the block's tensors have ("DTensor"), None for plain tensors.
+        transform: the `torch.func` transform around the block ("vmap", "grad", "jvp"), None without one.
         environment: what the machine offers to kernels of other projects; None leaves that open.
         device_name: under which measurements of the device are kept, None where they are of no interest.
         override: what replaces the predicates' answers, such as what was measured on this machine; None for nothing.
@@ -41,6 +43,8 @@ class Situation:
     own_code_traces_whole: bool = False
     has_triton: bool = False
     dynamic_tokens: bool = False
+    tensor_class: str | None = None
+    transform: str | None = None
     environment: Environment | None = None
     device_name: str | None = None
     override: "Override | None" = None
@@ -76,6 +80,17 @@ def _unquantised(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
         return (f"{name} does not read {spec.quantisation} weights yet",)
     if spec.weight_dtype is not None and spec.weight_dtype not in FLOATING_DTYPES:
         return (f"{name} takes bfloat16, float16 or float32 weights, these are {spec.weight_dtype}",)
+    return ()
+
+
+def canonical_reasons(situation: Situation) -> tuple[str, ...]:
+    """What stands against every backend but `eager`: a block is first written in canonical ops, whoever runs it."""
+    if situation.transform is not None:
+        return (f"the block runs inside torch.func.{situation.transform}, which the canonical ops do not support",)
+    if situation.tensor_class is not None:
+        return (f"the block's tensors are {situation.tensor_class}s, which the canonical ops do not take apart",)
+    if situation.device_type == "meta":
+        return ("the block is on the meta device, which holds no numbers",)
     return ()
 
 

@@ -67,6 +67,11 @@ class Selection:
         globs = [key for key in choices if key and fnmatchcase(path, key)]
         if globs:
             return choices[max(globs, key=len)]
+        return self.name_for_sub_config(sub_config)
+
+    def name_for_sub_config(self, sub_config: str) -> str:
+        """The name chosen for the blocks of a sub-config that no glob matches."""
+        choices = dict(self.entries)
         return choices.get(sub_config, choices[""])
 
     def check_keys(self, paths: Iterable[str], sub_configs: Iterable[str]) -> None:

@@ -1,6 +1,8 @@
 """What running a model changes beside its result: buffers, random state, attributes of its modules."""
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,12 +56,24 @@ def undone(model: Any) -> Iterator[None]:
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     copies = [buffer.clone() for buffer in buffers]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(drawn)
             if attributes is not None:
                 attributes.restore()
-            with torch.no_grad():
-                for buffer, copy in zip(buffers, copies, strict=True):
-                    buffer.copy_(copy)
+            for buffer, copy in zip(buffers, copies, strict=True):
+                _put_back(buffer, copy)
+
+
+def _put_back(buffer: torch.Tensor, copy: torch.Tensor) -> None:
+    """Puts a value back, but only where it changed: a graph that is yet to go backward may have saved the buffer."""
+    if buffer.is_meta or torch.equal(buffer, copy):
+        return
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        buffer.copy_(copy)

@@ -337,3 +337,46 @@ def test_by_name_the_same_errors_arrive(qwen3, options, error):
     compiled = torch.compile(model, backend="moe_compile", options={"compiler": "aot_eager", **options}, fullgraph=True)
     with pytest.raises(error):
         compiled(**arguments)
+
+
+# What a mapping may not say, at every place where it can be said ------------------------------------------------------
+
+
+def test_a_key_that_matches_nothing_is_refused_after_set(qwen3):
+    model, arguments, _ = qwen3
+    backend = make("grouped_mm")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled(**arguments)
+    backend.set({"": "grouped_mm", "model.layer.0.*": "eager"})
+    for _ in range(2):
+        with pytest.raises(SelectionError, match="matches none"):
+            compiled(**arguments)
+    backend.set("grouped_mm")
+    compiled(**arguments)
+    assert len(backend.graphs) == 1 + 2  # the refused ones were rewritten, and never compiled
+
+
+def test_the_keys_of_a_function_that_calls_a_model_are_those_of_the_model(qwen3):
+    holder = {"model": qwen3[0]}
+    function = lambda **arguments: holder["model"](**arguments)  # noqa: E731
+    backend = make({"": "grouped_mm", "model.layers.0.*": "batched_mm"})
+    _, blocks = run((function, *qwen3[1:]), backend, fullgraph=True)
+    assert blocks == {BOTH_EXPERTS[0]: "batched_mm", BOTH_EXPERTS[1]: "grouped_mm_fallback"}
+    with pytest.raises(SelectionError, match="matches none of the 3"):
+        run((function, *qwen3[1:]), make({"": "grouped_mm", "model.layer.0.*": "eager"}), fullgraph=True)
+
+
+def test_get_answers_per_sub_config_whatever_the_globs(qwen3):
+    backend = make({"": "grouped_mm", "*": "batched_mm"})
+    run(qwen3, backend, fullgraph=True)
+    assert backend.get() == {"": "grouped_mm", "*": "batched_mm"}
+
+
+def test_keep_is_no_way_around_fullgraph(qwen3):
+    with pytest.raises(RuleError, match=r"CUDA graphs.*batched_mm"):
+        run(qwen3, make(on_reject="keep"), mode="reduce-overhead", fullgraph=True)
+
+
+def test_an_option_that_is_no_string_is_refused(qwen3):
+    with pytest.raises(OptionError, match="no Inductor option 3"):
+        run(qwen3, make(), options={3: True})

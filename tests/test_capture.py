@@ -11,7 +11,7 @@ from transformers.integrations import moe as registry
 from zoo import available, build, check_model, first_output, standalone
 
 import moe_compile
-from moe_compile.errors import BlockInputError, RuleError
+from moe_compile.errors import BlockInputError, FallbackWarning, RuleError
 
 # One of each kind of decorated class: canonical, clamped gate hook, gpt-oss (interleaved, transposed, bias), not gated,
 # norm after the experts, transposed and concatenated, and a router that looks ids up in a table.
@@ -213,3 +213,51 @@ def run_python(program):
     """Runs a program in an interpreter of its own; its output shows where it fails."""
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+# What the canonical ops cannot stand for is refused, or keeps its own code --------------------------------------------
+
+
+def _wrapped(module):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name).detach()
+        setattr(module, name, torch.nn.Parameter(TwoTensor(weight, weight.clone())))
+    return module
+
+
+def test_wrapped_weights_are_refused():
+    module, inputs = standalone("qwen3_moe")
+    compiled = torch.compile(_wrapped(module), backend=moe_compile.backend("batched_mm", compiler="aot_eager"))
+    with torch.no_grad(), pytest.raises(RuleError, match="TwoTensor"):
+        compiled(*inputs)
+
+
+def test_the_meta_device_is_refused_and_so_are_two_devices():
+    module, inputs = standalone("qwen3_moe", device="meta")
+    compiled = torch.compile(module, backend=moe_compile.backend("grouped_mm", compiler="aot_eager"))
+    with torch.no_grad(), pytest.raises(RuleError, match="meta device"):
+        compiled(*inputs)
+    with torch.no_grad(), pytest.raises(BlockInputError, match="weights on meta"):
+        compiled(*standalone("qwen3_moe")[1])
+
+
+@pytest.mark.parametrize("on_reject", ["error", "keep"])
+def test_function_transforms_are_refused_or_keep_the_models_own_code(on_reject):
+    module, (hidden, ids, weights) = standalone("qwen3_moe")
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(module, parameters, (hidden, ids, weights)).square().sum()
+
+    backend = moe_compile.backend("grouped_mm", on_reject=on_reject, compiler="aot_eager")
+    compiled = torch.compile(lambda parameters: torch.func.grad(loss)(parameters), backend=backend)
+    if on_reject == "error":
+        with pytest.raises(RuleError, match=r"torch\.func\.grad"):
+            compiled(parameters)
+        return
+    with pytest.warns(FallbackWarning, match=r"torch\.func\.grad"):
+        actual = compiled(parameters)
+    for name, expected in torch.func.grad(loss)(parameters).items():
+        torch.testing.assert_close(actual[name], expected, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,9 @@
 """`explain()`: what it finds, that it changes nothing, and that it works where compiling would not."""
 
 import json
+import random
 
+import numpy
 import pytest
 import torch
 from zoo import build, standalone
@@ -143,3 +145,51 @@ def test_what_the_model_itself_raises_is_raised():
 
     with pytest.raises(KeyError, match="the model's own"):
         moe_compile.explain(broken, hidden, backend="grouped_mm")
+
+
+class Stateful(torch.nn.Module):
+    """Replaces a buffer, multiplies by one that autograd saves, and draws random numbers in Python and NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, _ = standalone("qwen3_moe")
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(64))
+
+    def forward(self, hidden, ids, weights):
+        self.calls = self.calls + 1
+        return self.experts(hidden * self.mask, ids, weights) * (random.random() + numpy.random.rand())
+
+
+def test_buffers_random_numbers_and_a_pending_backward_survive():
+    model, (hidden, ids, weights) = Stateful(), standalone("qwen3_moe")[1]
+    loss = model(hidden.requires_grad_(), ids, weights).sum()
+    calls, drawn = model.calls, (random.getstate(), numpy.random.get_state()[2])
+    explanation = moe_compile.explain(model, hidden, ids, weights, backend="grouped_mm")
+    assert len(explanation.blocks) == 1
+    assert model.calls is calls
+    assert calls == 1
+    assert (random.getstate(), numpy.random.get_state()[2]) == drawn
+    loss.backward()
+
+
+def test_reports_do_not_use_up_dynamos_limits_nor_drop_what_was_compiled():
+    module, inputs = standalone("qwen3_moe")
+    backend = moe_compile.backend("grouped_mm", compiler="aot_eager")
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    compiled(*inputs)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for _ in range(4):
+            for experts in ("eager", "grouped_mm"):
+                assert len(moe_compile.explain(module, *inputs, backend=experts).blocks) == 1
+        compiled(*inputs)
+        assert len(backend.graphs) == 1
+        other, others_inputs = standalone("qwen3_moe")
+        fresh = moe_compile.backend("batched_mm", compiler="aot_eager")
+        torch.compile(other, backend=fresh, fullgraph=True)(*others_inputs)
+    assert len(fresh.graphs) == 1
+
+
+def test_a_key_that_matches_nothing_is_why_the_model_does_not_compile(qwen3):
+    explanation = explain(qwen3, backend={"": "grouped_mm", "model.layer.0.*": "eager"})
+    assert "matches none" in explanation.error

@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo import build, first_output, relative_error
+from torch.fx.experimental.proxy_tensor import make_fx
+from zoo import build, first_output, relative_error, standalone
 
 import moe_compile
-from moe_compile.errors import NoExpertsWarning, RewriteError, RuleError
+from moe_compile.errors import (
+    NoExpertsWarning,
+    OptionError,
+    RewriteError,
+    RuleError,
+    SelectionError,
+    UnknownBackendError,
+)
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 from recognize_models import REFUSED, REWRITTEN, D
@@ -119,3 +127,51 @@ def test_what_cannot_be_rewritten_is_refused():
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     with pytest.warns(NoExpertsWarning):
         moe_compile.rewrite(program, "grouped_mm")
+
+
+# Programs as the tracers of torch make them --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_an_exported_block_whose_output_is_the_programs_is_run_saved_and_traced_again(experts, tmp_path):
+    module, inputs = standalone("qwen3_moe")
+    module.config._experts_implementation = "grouped_mm"
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    with torch.no_grad():
+        program = torch.export.export(module, inputs, dynamic_shapes=({0: tokens},) * 3, strict=False)
+        rewritten = moe_compile.rewrite(program, experts)
+        torch.export.save(rewritten, tmp_path / "block.pt2")
+        more = tuple(torch.cat([value, value, value]) for value in inputs)
+        for ready in (rewritten, rewritten.run_decompositions(), torch.export.load(tmp_path / "block.pt2")):
+            torch.testing.assert_close(ready.module()(*more), module(*more), rtol=1e-5, atol=1e-5)
+    assert all("_grouped_mm" not in str(node.target) for node in rewritten.graph.nodes)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+def test_what_make_fx_traces_is_rewritten(tracing_mode):
+    model, x = block("gathered")
+    parameters = dict(model.named_parameters())
+
+    def call(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,))
+
+    with torch.no_grad():
+        traced = make_fx(call, tracing_mode=tracing_mode)(parameters, x)
+        rewritten = moe_compile.rewrite(traced, "grouped_mm")
+        torch.testing.assert_close(rewritten(parameters, x), model(x), rtol=1e-4, atol=1e-5)
+    assert any("grouped_mm_fallback" in str(node.target) for node in rewritten.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"experts": "nonsense"}, UnknownBackendError),
+        ({"experts": {"": "grouped_mm", "layers.9.*": "eager"}}, SelectionError),
+        ({"experts": "grouped_mm", "on_reject": "ignore"}, OptionError),
+    ],
+)
+def test_bad_arguments_of_rewrite_are_refused(arguments, error):
+    model, x = block("gathered")
+    program = torch.export.export(model, (x,))
+    with pytest.raises(error):
+        moe_compile.rewrite(program, **arguments)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_compile.backend import MoeBackend, device_situation
 from moe_compile.capture import tracing
@@ -73,12 +74,17 @@ def plan(interface: Interface, tokens: int | torch.SymInt | None = None) -> str:
         return ""
     frame = tracing.innermost_translator()
     module = tracing.local_value(frame, "self")
-    owner.learn_paths(tracing.root_module(root))
+    model = tracing.root_module(root)
+    if model is None:
+        model = tracing.outermost_module(frame, "self")
+        owner.check_keys(model)
+    owner.learn_paths(model)
     owner.unseen.reach(type(module))
     path = owner.path_of(module, tracing.module_path(frame, "self"))
     inputs = _inputs(frame, interface)
     spec = interface.spec(module, inputs)
     _check(path, spec, inputs)
+    _check_devices(path, module, inputs)
 
     own_code = interface.own_code(module)
     traces_whole = interface.found != "prepared" and _traces_whole(own_code)
@@ -87,7 +93,7 @@ def plan(interface: Interface, tokens: int | torch.SymInt | None = None) -> str:
     tracing.guard_attribute(root, owner.choice, "signature")
     if selection.varies or owner.tells_modules_apart:
         tracing.guard_identity(frame, "self")
-    sub_config = sub_config_of(module, tracing.root_module(root))
+    sub_config = sub_config_of(module, model)
     owner.note_sub_config(sub_config)
 
     if inputs.hidden is not None:
@@ -166,7 +172,9 @@ def _situation(
     tensors = [*(t for t in (inputs.hidden, inputs.weights) if t is not None), *parameters]
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     device = tensors[0].device if tensors else torch.device("cpu")
-    return device_situation(device, settings, fullgraph, training, traces_whole)
+    situation = device_situation(device, settings, fullgraph, training, traces_whole)
+    wrapped = next((type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)), None)
+    return replace(situation, tensor_class=wrapped, transform=tracing.transform())
 
 
 def _traces_whole(function: Callable[..., Any]) -> bool:
@@ -189,6 +197,16 @@ def _check(path: str, spec: ExpertsSpec, inputs: Inputs) -> None:
         raise BlockInputError(where, found, "Pass floating-point hidden states and routing weights")
     if not hidden.device == ids.device == weights.device:
         raise BlockInputError(where, found, "Put all three on one device")
+
+
+def _check_devices(path: str, module: torch.nn.Module, inputs: Inputs) -> None:
+    devices = {parameter.device for parameter in module.parameters()}
+    if inputs.hidden is not None and not devices <= {inputs.hidden.device}:
+        raise BlockInputError(
+            f"experts block {path or '(unknown path)'}",
+            f"hidden states {_describe(inputs.hidden)}, weights on {', '.join(sorted(map(str, devices)))}",
+            "Move the model and its inputs to one device",
+        )
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ the guards of the trace; and, when Dynamo is done with a frame, how far it came.
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType, FrameType
@@ -20,7 +20,7 @@ import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import Unsupported, UserError
-from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -29,7 +29,6 @@ from torch._dynamo.variables import ConstDictVariable, TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
-from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -146,6 +145,28 @@ def root_module(translator: InstructionTranslator) -> torch.nn.Module | None:
     return value if isinstance(value, torch.nn.Module) else None
 
 
+def outermost_module(translator: InstructionTranslatorBase, name: str) -> torch.nn.Module | None:
+    """The first module on the way from the compiled function's variables to a local, such as a model in a closure."""
+    steps: list[Any] = [getattr(translator.symbolic_locals[name].realize(), "source", None)]
+    while steps[-1] is not None:
+        steps.append(getattr(steps[-1], "base", None))
+    frame = translator.output.root_tx
+    for source in reversed(steps[:-1]):
+        try:
+            value = source.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
+        except Exception:  # a source that only compiled code can evaluate
+            continue
+        if isinstance(value, torch.nn.Module):
+            return value
+    return None
+
+
+def transform() -> str | None:
+    """Name of the `torch.func` transform that the traced code runs in ("vmap", "grad", "jvp"), None outside any."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key().name.lower()
+
+
 def is_whole_model(translator: InstructionTranslator) -> bool:
     """Whether the graph that is being compiled is all of what the user compiled, as far as can be seen.
 
@@ -169,28 +190,6 @@ def guard_attribute(translator: InstructionTranslator, holder: object, attribute
     """Makes Dynamo compile again when an attribute of a Python object differs from what it is now."""
     name = translator.output.install_global_by_id("__moe_compile", holder)
     install_guard(AttrSource(GlobalSource(name), attribute).make_guard(GuardBuilder.CONSTANT_MATCH))
-
-
-def guard_attribute_of_local(translator: InstructionTranslatorBase, name: str, *attributes: str) -> None:
-    """Makes Dynamo compile again when an attribute of an attribute of a local differs from what it is now.
-
-    Unlike `guard_attribute` it follows the local: compiled code that serves several modules reads each one's own.
-    """
-    source = translator.symbolic_locals[name].realize().source
-    assert source is not None
-    for attribute in attributes:
-        source = AttrSource(source, attribute)
-    install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
-
-
-def inputs_read_from(gm: GraphModule, attribute: str) -> list[int]:
-    """Numbers of a graph's inputs that were read through an attribute of this name."""
-    found = []
-    for number, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder"):
-        argument = node.meta.get("grapharg")
-        if argument is not None and attribute in argument.source.name:
-            found.append(number)
-    return found
 
 
 def guard_identity(translator: InstructionTranslatorBase, name: str) -> None:
@@ -299,6 +298,23 @@ def look_again() -> None:
         if not _debug_get_cache_entry_list(code):
             reset_code(code)
     _given_up.clear()
+
+
+def forget_compiled(codes: Iterable[CodeType], compiler: object) -> None:
+    """Drops what Dynamo compiled for a compiler, from among the frames of these codes; what others compiled stays.
+
+    An entry between those of others can only be emptied, and goes on counting as one.
+    """
+    for code in codes:
+        entries = _debug_get_cache_entry_list(code)
+        ours = [entry for entry in entries if _unwrapped(entry.backend).compiler is compiler]
+        if len(ours) == len(entries):
+            reset_code(code)
+            continue
+        for entry in ours:
+            state = entry.guard_manager.extra_state
+            if state is not None:
+                state.invalidate(entry, DeletedGuardManagerWrapper("it served a report"))
 
 
 def _new_breaks() -> list[Any]:
