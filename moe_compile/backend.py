@@ -26,6 +26,8 @@ from moe_compile.report import UNSEEN_REMEDY, Block, GraphSummary, Rejected, Uns
 from moe_compile.rewriter import Rewriter
 from moe_compile.rules import Override, Situation
 from moe_compile.selection import Experts, Selection
+from moe_compile.stacking.link import linking
+from moe_compile.stacking.stacks import ATTRIBUTE as STACKS
 from moe_compile.tables import device_name
 from moe_compile.unseen import UnseenExperts
 
@@ -142,7 +144,8 @@ class MoeBackend:
                 tracing.guard_attribute(translator, self.choice, "signature")
             elif tracing.is_whole_model(translator):
                 self._warn_without_experts()
-        return compile_graph(self.compiler, settings, gm, example_inputs)
+        stacked = tracing.inputs_read_from(gm, STACKS)
+        return linking(compile_graph(self.compiler, settings, gm, example_inputs), stacked)
 
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`."""

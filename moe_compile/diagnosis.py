@@ -67,7 +67,7 @@ class Diagnosis:
             (item.experts, item.device_type, "usable" if not item.needs else "\n".join(item.needs), item.summary)
             for item in self.backends
         ]
-        backends = tabulate(rows, ["experts", "on", "state", "what it does"])
+        backends = tabulate(rows, ["experts", "on", "state", "what it does"], maxcolwidths=[None, None, 60, 32])
         return "\n\n".join([versions, devices, backends, *self.notes])
 
 
@@ -75,7 +75,8 @@ def diagnose() -> Diagnosis:
     """Looks at this machine; compiles and loads nothing."""
     kinds = (["cuda"] if torch.cuda.is_available() else []) + ["cpu"]
     machines = tuple(Machine.here(kind) for kind in kinds)
-    spec = replace(small_block.SPEC, weight_dtype=torch.bfloat16, activation_dtype=torch.bfloat16)
+    bf16 = torch.bfloat16
+    spec = replace(small_block.SPEC, hidden_size=None, intermediate_size=None, weight_dtype=bf16, activation_dtype=bf16)
     backends = []
     for kind in kinds:
         situation = device_situation(torch.device(kind), CompileSettings(), fullgraph=False, training=False)

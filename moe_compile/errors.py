@@ -73,6 +73,10 @@ class BlockInputError(MoeCompileError, ValueError):
     """Tensors of an experts block whose shapes, dtypes or devices do not fit together."""
 
 
+class StackingError(MoeCompileError, ValueError):
+    """Weights of experts that cannot be stacked, because they are not alike or are gone."""
+
+
 class RewriteError(MoeCompileError, ValueError):
     """`rewrite()` was given something that it cannot rewrite."""
 

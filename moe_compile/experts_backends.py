@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from moe_compile.errors import UnknownBackendError
-from moe_compile.external_rules import deepgemm_reasons, sonicmoe_reasons
+from moe_compile.external_rules import deepgemm_reasons, megamoe_reasons, sonicmoe_reasons
 from moe_compile.modes import nearest
 from moe_compile.passes import Lowering
 from moe_compile.passes.lower_batched_mm import lower_batched_mm
 from moe_compile.passes.lower_deepgemm import lower_deepgemm
 from moe_compile.passes.lower_grouped_mm import lower_grouped_mm
+from moe_compile.passes.lower_megamoe import lower_megamoe
 from moe_compile.passes.lower_sonicmoe import lower_sonicmoe
 from moe_compile.passes.lower_triton import lower_triton
 from moe_compile.rules import (
@@ -53,6 +54,9 @@ _BACKENDS = (
     ExpertsBackend("batched_mm", batched_mm_reasons, lower_batched_mm, True, True, "weight gather and bmm"),
     ExpertsBackend("triton", triton_reasons, lower_triton, False, True, "own kernels, gathering and scattering rows"),
     ExpertsBackend("deepgemm", deepgemm_reasons, lower_deepgemm, False, True, "DeepGEMM's grouped GEMM, aligned rows"),
+    ExpertsBackend(
+        "deepgemm_megamoe", megamoe_reasons, lower_megamoe, False, False, "DeepGEMM's expert-parallel block, one kernel"
+    ),
     ExpertsBackend("sonicmoe", sonicmoe_reasons, lower_sonicmoe, True, True, "SonicMoE's fused forward and backward"),
     ExpertsBackend("eager", eager_reasons, None, True, True, "the model's own code"),
 )

@@ -8,6 +8,7 @@ import torch
 
 from moe_compile.kernels.external.requirements import capability_reason, missing_requirements
 from moe_compile.kernels.external.sonicmoe import GATES
+from moe_compile.kernels.quantised_linear import FP8_BLOCK
 from moe_compile.rules import MissingRequirement, Situation, WrongScales
 from moe_compile.spec import ExpertsSpec
 
@@ -16,7 +17,6 @@ from moe_compile.spec import ExpertsSpec
 _MULTIPLES = {"deepgemm": 64, "sonicmoe": 8}
 
 _FP8_BLOCKS = ((128, 128), (1, 128))
-_MEGAMOE_MULTIPLE = 128
 
 
 def deepgemm_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
@@ -49,6 +49,11 @@ def megamoe_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
         )
     if situation.training:
         reasons += ("deepgemm_megamoe has no backward",)
+    if situation.settings.cuda_graphs:
+        reasons += (
+            "deepgemm_megamoe allocates a buffer with all ranks at its first call and was not tried in CUDA graphs, "
+            f"which {situation.settings.label} uses",
+        )
     if not spec.gated or spec.gate.kind not in ("silu", "swiglu_clamped") or not spec.concatenated or spec.transposed:
         reasons += (
             "deepgemm_megamoe computes SwiGLU of concatenated halves of (E, out, in) weights, this block is "
@@ -56,9 +61,6 @@ def megamoe_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]:
         )
     if spec.bias or spec.post_expert_norm or spec.routing_weight != "output":
         reasons += ("deepgemm_megamoe has no bias, no norm, and puts the routing weight on the output",)
-    for name, size in (("hidden", spec.hidden_size), ("intermediate", spec.intermediate_size)):
-        if size is not None and size % _MEGAMOE_MULTIPLE:
-            reasons += (f"deepgemm_megamoe needs a {name} size that is a multiple of {_MEGAMOE_MULTIPLE}, not {size}",)
     return reasons
 
 
@@ -120,8 +122,20 @@ def _quantised_reasons(name: str, spec: ExpertsSpec, situation: Situation) -> tu
     if spec.quantisation == "fp8" and spec.block_size not in (None, *_FP8_BLOCKS):
         blocks = " or ".join(map(str, _FP8_BLOCKS))
         reasons += (f"{name} takes FP8 weights with a scale per block of {blocks}, here it is {spec.block_size}",)
+    if spec.quantisation == "fp8" and spec.block_size == (1, 128) and not blackwell:
+        reasons += (f"{name} reads scales per row from SM100 on, before it takes one per block of (128, 128)",)
+    sizes = (("hidden", spec.hidden_size), ("intermediate", spec.intermediate_size))
+    reasons += tuple(
+        f"{name} needs a {what} size that is a multiple of {FP8_BLOCK}, not {size}"
+        for what, size in sizes
+        if size is not None and size % FP8_BLOCK
+    )
     if spec.bias:
         reasons += (f"{name} adds no bias to quantised projections",)
+    if spec.transposed:
+        reasons += (f"{name} reads quantised weights as (E, out, in), these are transposed",)
+    if name == "deepgemm" and spec.process_group is not None:
+        reasons += ("deepgemm runs the experts of this rank, these are spread over a process group",)
     return reasons
 
 

@@ -17,7 +17,7 @@ from torch._logging._internal import trace_log, trace_structured
 from torch.fx import GraphModule
 
 from moe_compile.capture.tracing import clean_path
-from moe_compile.inspection.source import count_targets, marked, module_paths, to_source
+from moe_compile.inspection.source import CAPTURED, count_targets, marked, module_paths, to_source
 from moe_compile.report import Block, GraphSummary, Rejected, plain
 
 log = logging.getLogger("moe_compile")
@@ -114,4 +114,6 @@ def _blocks_of(stage: Stage, blocks: tuple[Block, ...]) -> dict[str, str]:
         for block in blocks:
             if block.path and block.path in cleaned:
                 found[node] = block.path
+        if CAPTURED in paths and not any(block.path for block in blocks):
+            found[node] = "(the whole model)"
     return found

@@ -13,6 +13,7 @@ from moe_compile.journey import Journey
 from moe_compile.passes import Lowering, run_passes
 from moe_compile.passes.blocks import CanonicalBlock, Lowered
 from moe_compile.passes.match import Match, Rejection
+from moe_compile.passes.match_gate import describe_canonical
 from moe_compile.report import Block, GraphSummary, Rejected
 from moe_compile.rules import Situation
 from moe_compile.selection import Selection
@@ -105,7 +106,7 @@ class Rewriter:
 
     def _note_written(self, block: CanonicalBlock) -> Block:
         """Decides on canonical ops that a user wrote."""
-        spec, tokens = block.spec(), block.num_tokens()
+        spec, tokens = describe_canonical(block), block.num_tokens()
         decision = decide(
             self.selection.name_for("", ""),
             spec,

@@ -17,14 +17,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moe_compile.errors import RewriteError
+from moe_compile.kernels.quantised_linear import quantisation_of
 from moe_compile.ops import NAMESPACE
 from moe_compile.spec import ExpertsSpec
 
 _CANONICAL = tuple(
     getattr(getattr(torch.ops, NAMESPACE), name)
-    for name in ("dispatch", "grouped_linear", "grouped_linear_backward", "combine")
+    for name in ("dispatch", "grouped_linear", "grouped_linear_backward", "combine", "quantised_linear")
 )
-_DISPATCH, _GROUPED_LINEAR, _, _COMBINE = _CANONICAL
+_DISPATCH, _GROUPED_LINEAR, _, _COMBINE, QUANTISED_LINEAR = _CANONICAL
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class CanonicalBlock:
         rows: the nodes that take the rows (N, D) out of its result.
         offsets: the nodes that take the offsets (E,) out of it.
         order: the nodes that take the order (N,) out of it.
-        linears: the `moe::grouped_linear` nodes that read the offsets, in graph order.
+        linears: the `moe::grouped_linear` and `moe::quantised_linear` nodes that read the offsets, in graph order.
         combines: the `moe::combine` nodes that read the order, in graph order.
         tag: the name under which the block is reported.
     """
@@ -86,6 +87,9 @@ class CanonicalBlock:
             routing_dtype=fake_value(combine["weights"]).dtype if combine else None,
             gated=up_out != down_in,
             transposed=transposed,
+            quantisation=quantisation_of(fake_value(up["weight"])),
+            scale_format=None if "scale" not in up else scale_format_of(fake_value(up["scale"])),
+            process_group=up.get("group") or None,
             up=str(up["weight"]),
             down=str(down["weight"]),
             up_bias=None if up["bias"] is None else str(up["bias"]),
@@ -122,6 +126,16 @@ def is_canonical(node: Node) -> bool:
     return any(_calls(node, packet) for packet in _CANONICAL)
 
 
+def is_linear(node: Node) -> bool:
+    """Whether a node is a projection of a canonical block."""
+    return _calls(node, _GROUPED_LINEAR) or _calls(node, QUANTISED_LINEAR)
+
+
+def is_quantised(node: Node) -> bool:
+    """Whether a projection's weight is quantised."""
+    return _calls(node, QUANTISED_LINEAR)
+
+
 def op_arguments(node: Node) -> dict[str, Any]:
     """The arguments of a node that calls an operator, by the names in its schema, defaults filled in."""
     packet = node.target
@@ -156,6 +170,11 @@ def needs_gradient(linear: Node) -> bool:
     return value is None or bool(value.requires_grad)
 
 
+def scale_format_of(scale: torch.Tensor) -> str:
+    """Format of quantisation scales, by their dtype."""
+    return "ue8m0" if scale.dtype == torch.float8_e8m0fnu else "float32"
+
+
 META_KEYS = ("example_value", "val")
 """Where Dynamo, and where every ATen-level tracer, keeps a node's fake value."""
 
@@ -185,7 +204,7 @@ def _block(module: GraphModule, dispatch: Node) -> CanonicalBlock:
     rows, offsets, order = (tuple(_outputs(dispatch, index)) for index in range(3))
     users = {user: None for node in (*offsets, *order) for user in node.users}
     position = {node: index for index, node in enumerate(module.graph.nodes) if node in users}
-    linears = (node for node in users if _calls(node, _GROUPED_LINEAR) and op_arguments(node)["offsets"] in offsets)
+    linears = (node for node in users if is_linear(node) and op_arguments(node)["offsets"] in offsets)
     combines = (node for node in users if _calls(node, _COMBINE) and op_arguments(node)["order"] in order)
     return CanonicalBlock(
         module,

@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
+from moe_compile.errors import RewriteError
 from moe_compile.kernels.external import deepgemm
-from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, op_arguments
+from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, is_quantised, op_arguments
 from moe_compile.passes.lower_with_kernel import erase_block, lower_linears, require_like
 from moe_compile.passes.region import Region, find_region
 from moe_compile.passes.splice import replace_node, splice
@@ -41,9 +42,15 @@ def lower_deepgemm(gm: GraphModule, block: CanonicalBlock) -> Lowered:
     """
     deepgemm.alignment()
     region = find_region(block)
-    if isinstance(region, str) or not _takes_other_rows(block, region) or not _lower_padded(gm, block, region):
-        return lower_linears(deepgemm.NAME, _linear)(gm, block)
-    return Lowered(deepgemm.NAME)
+    if not isinstance(region, str) and _takes_other_rows(block, region) and _lower_padded(gm, block, region):
+        return Lowered(deepgemm.NAME)
+    if any(map(is_quantised, block.linears)):
+        raise RewriteError(
+            "lowering a quantised experts block to deepgemm",
+            region if isinstance(region, str) else "what stands between its projections depends on the number of rows",
+            "Leave it to the model's own code, with experts='eager'",
+        )
+    return lower_linears(deepgemm.NAME, _linear)(gm, block)
 
 
 def _takes_other_rows(block: CanonicalBlock, region: Region) -> bool:
@@ -61,7 +68,7 @@ def _takes_other_rows(block: CanonicalBlock, region: Region) -> bool:
 
 
 def _lower_padded(gm: GraphModule, block: CanonicalBlock, region: Region) -> bool:
-    dispatch, up, down = map(op_arguments, (block.dispatch, region.up, region.down))
+    dispatch, down = map(op_arguments, (block.dispatch, region.down))
     (combine,) = block.combines
     last = op_arguments(combine)
     graph = combine.graph
@@ -72,11 +79,9 @@ def _lower_padded(gm: GraphModule, block: CanonicalBlock, region: Region) -> boo
         _dispatch,
         (dispatch["x"], dispatch["ids"]),
         num_experts=dispatch["num_experts"],
-        dtype=fake_value(up["weight"]).dtype,
+        dtype=torch.bfloat16,
     )
-    (h,) = splice(
-        gm, region.up, _padded_linear, (padded, up["weight"], up["bias"], layout, ends), transposed=up["transposed"]
-    )
+    (h,) = _splice_linear(gm, region.up, padded, layout, ends)
     try:
         (hidden,) = splice(gm, region.down, region.function, (h, *region.others))
     except (RuntimeError, ValueError, TypeError):  # it does depend on the number of rows
@@ -85,13 +90,21 @@ def _lower_padded(gm: GraphModule, block: CanonicalBlock, region: Region) -> boo
         for node in [node for node in graph.nodes if node not in existing][::-1]:
             graph.erase_node(node)
         return False
-    given = hidden, down["weight"], down["bias"], layout, ends
-    (y,) = splice(gm, region.down, _padded_linear, given, transposed=down["transposed"])
+    (y,) = _splice_linear(gm, region.down, hidden, layout, ends)
     (result,) = splice(gm, combine, deepgemm.combine, (y, last["weights"], position), dtype=last["dtype"])
     require_like(deepgemm.NAME, result, combine)
     replace_node(combine, result)
     erase_block(block, region.nodes)
     return True
+
+
+def _splice_linear(gm: GraphModule, linear: Node, padded: Node, layout: Node, ends: Node) -> tuple[Node, ...]:
+    given = op_arguments(linear)
+    if is_quantised(linear):
+        tensors = padded, given["weight"], given["scale"], layout, ends
+        return splice(gm, linear, deepgemm.quantised_gemm, tensors)
+    tensors = padded, given["weight"], given["bias"], layout, ends
+    return splice(gm, linear, _padded_linear, tensors, transposed=given["transposed"])
 
 
 def _is_padded(hidden: Node, padded: Node, down: dict[str, object]) -> bool:

@@ -10,15 +10,16 @@ block needs.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moe_compile.errors import KernelResultError, RewriteError
 from moe_compile.ops import drop_sentinel_rows
-from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, needs_gradient, op_arguments
+from moe_compile.passes.blocks import CanonicalBlock, Lowered, fake_value, is_quantised, needs_gradient, op_arguments
 from moe_compile.passes.lower_grouped_mm import combine_sorted, dispatch_sorted
-from moe_compile.passes.match_gate import match_gate
+from moe_compile.passes.match_gate import Gate, match_gate
 from moe_compile.passes.region import find_region
 from moe_compile.passes.splice import replace_node, splice
 
@@ -81,6 +82,10 @@ def lower_block(name: str, experts: Callable[..., Tensor]) -> Lowering:
     def lower(gm: GraphModule, block: CanonicalBlock) -> Lowered:
         region = find_region(block)
         gate = region if isinstance(region, str) else match_gate(gm, region)
+        if isinstance(gate, Gate) and gate.limit is not None:
+            gate = f"the gate clamps its parts to {gate.limit}"
+        if any(map(is_quantised, block.linears)):
+            gate = "its weights are quantised"
         if isinstance(region, str) or isinstance(gate, str):
             raise RewriteError(
                 f"lowering an experts block to {name}",
@@ -125,7 +130,7 @@ def require_like(name: str, result: Node, wanted: Node) -> None:
     """
     found, needed = fake_value(result), fake_value(wanted)
     same_shape = found.dim() == needed.dim() and all(
-        statically_known_true(a == b) for a, b in zip(found.shape, needed.shape, strict=True)
+        _is_same_size(a, b) for a, b in zip(found.shape, needed.shape, strict=True)
     )
     if same_shape and found.dtype == needed.dtype and found.device == needed.device:
         return
@@ -135,6 +140,12 @@ def require_like(name: str, result: Node, wanted: Node) -> None:
         f"{tuple(needed.shape)} {needed.dtype} on {needed.device}",
         "Repair its fake function and what it returns",
     )
+
+
+def _is_same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes agree, without adding a guard: T may be one symbol for the tokens and another for their ids."""
+    hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in (a, b)]
+    return statically_known_true(a == b) or (isinstance(a, torch.SymInt) and hints[0] == hints[1] is not None)
 
 
 def _checked_linear(

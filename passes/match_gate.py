@@ -8,15 +8,17 @@ clamp or a bias more makes it another function, and the answer is why.
 """
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from moe_compile.passes.region import Region
+from moe_compile.passes.blocks import CanonicalBlock
+from moe_compile.passes.region import Region, find_region
 from moe_compile.passes.splice import trace
+from moe_compile.spec import ExpertsSpec, GateSpec
 
 aten = torch.ops.aten
 _ACTIVATIONS = {aten.silu.default: "silu", aten.relu.default: "relu", aten.gelu.default: "gelu"}
@@ -29,10 +31,12 @@ class Gate:
     Attributes:
         kind: "silu", "gelu", "gelu_tanh" or "relu", times the second part.
         concatenated: the parts are halves; False means interleaved.
+        limit: the first part is clamped to at most this, the second to between its negative and it; None without.
     """
 
     kind: str
     concatenated: bool
+    limit: float | None = None
 
 
 def match_gate(gm: GraphModule, region: Region) -> Gate | str:
@@ -51,11 +55,33 @@ def match_gate(gm: GraphModule, region: Region) -> Gate | str:
         return f"the gate ends in {_name(result)}, not in a product"
     for first, second in (result.args, result.args[::-1]):
         if isinstance(first, Node) and first.target in _ACTIVATIONS:
-            gate, linear = _part(traced, first.args[0]), _part(traced, second)
+            limit, parts = _without_limit(first.args[0], second)
+            gate, linear = (_part(traced, part) for part in parts)
             if gate is not None and linear is not None and gate[0] == linear[0] and (gate[1], linear[1]) == (0, 1):
                 tanh = first.kwargs.get("approximate") == "tanh"
-                return Gate("gelu_tanh" if tanh else _ACTIVATIONS[first.target], gate[0] == "half")
+                return Gate("gelu_tanh" if tanh else _ACTIVATIONS[first.target], gate[0] == "half", limit)
     return "the gate is no activation of one half times the other half"
+
+
+def describe_canonical(block: CanonicalBlock) -> ExpertsSpec:
+    """What the canonical ops say of a block, with the gate between them, where it is one that is known."""
+    spec, region = block.spec(), find_region(block)
+    gate = region if isinstance(region, str) else match_gate(block.graph_module, region)
+    if isinstance(gate, str):
+        return spec
+    kind = "swiglu_clamped" if gate.limit is not None and gate.kind == "silu" else gate.kind
+    return replace(spec, gate=GateSpec(kind, limit=gate.limit), concatenated=gate.concatenated)
+
+
+def _without_limit(gate: Any, linear: Any) -> tuple[float | None, tuple[Any, Any]]:
+    """Looks through the clamps of both parts, if they are those of one limit."""
+    if not (_is(gate, aten.clamp.default) and _is(linear, aten.clamp.default)):
+        return None, (gate, linear)
+    (source, *bounds), (other, *both) = gate.args, linear.args
+    limit = bounds[-1]
+    if len(bounds) == len(both) == 2 and bounds[0] is None and limit is not None and both == [-limit, limit]:
+        return float(limit), (source, other)
+    return None, (gate, linear)
 
 
 def _part(graph: Graph, node: Any) -> tuple[str, int] | None:

@@ -7,7 +7,18 @@ the expert of its first row. Each is a folder of sources, as it would lie in a k
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+
+from moe_compile.kernels.external.environment import Environment, Toolkit
+
+HOPPER = Environment(
+    cuda=True,
+    capability=(9, 0),
+    toolkit=Toolkit("/opt/cuda", "CUDA_HOME", True, (12, 4)),
+    distributions={"kernels": "0.17.2", "nvidia-cutlass-dsl": "4.6.0", "apache-tvm-ffi": "0.1.11"},
+)
+BLACKWELL = replace(HOPPER, capability=(10, 0), toolkit=Toolkit("/opt/cuda", "CUDA_HOME", True, (12, 9)))
 
 DEEP_GEMM = {
     "__init__.py": """
@@ -42,6 +53,110 @@ def m_grouped_bf16_gemm_nn_contiguous(a, b, d, grouped_layout, compiled_dims="nk
     m_grouped_bf16_gemm_nt_contiguous(a, b.transpose(1, 2), d, grouped_layout, compiled_dims, use_psum_layout)
 """,
 }
+
+# DeepGEMM with the quantised product and Mega MoE. Its weights are rearranged, as the real one's are, and its buffer
+# belongs to a process group of one rank.
+DEEP_GEMM["utils.py"] = """
+import torch
+
+
+def per_token_cast_to_fp8(x, use_ue8m0, gran_k=128, use_packed_ue8m0=False):
+    values = x.float().view(x.shape[0], -1, gran_k)
+    scales = values.abs().amax(2).clamp(1e-4) / 448
+    scales = torch.exp2(torch.ceil(torch.log2(scales))) if use_ue8m0 else scales
+    cast = (values / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(x.shape)
+    if not use_packed_ue8m0:
+        return cast, scales
+    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    return cast, exponents.view(torch.int32)
+
+
+def unpacked(packed):
+    return (packed.contiguous().view(torch.uint8).int() << 23).view(torch.float32)
+
+
+def spread(values, scales):
+    height, width = values.shape[-2] / scales.shape[-2], values.shape[-1] / scales.shape[-1]
+    return values.float() * scales.repeat_interleave(int(height), -2).repeat_interleave(int(width), -1)
+
+
+def fp4(packed):
+    code = torch.stack((packed & 15, (packed >> 4) & 15), -1).flatten(-2).long()
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[code & 7]
+    return torch.where(code > 7, -values, values)
+"""
+DEEP_GEMM["__init__.py"] += """
+
+from . import utils
+from .utils import fp4, spread, unpacked
+
+
+def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, d, grouped_layout, recipe=None, use_psum_layout=False):
+    (rows, row_scales), (weight, scales) = a, b
+    assert rows.dtype == torch.float8_e4m3fn and row_scales.dtype == scales.dtype == torch.float32
+    assert recipe is None or recipe == (1, 1, rows.shape[1] // row_scales.shape[1])
+    assert (recipe is not None) == (scales.shape[1] == weight.shape[1])
+    d.fill_(float("nan"))
+    weight = spread(fp4(weight) if weight.dtype == torch.int8 else weight, scales)
+    values = spread(rows, row_scales)
+    for first in range(0, rows.shape[0], ALIGNMENT):
+        expert = int(grouped_layout[first])
+        if expert >= 0:
+            d[first : first + ALIGNMENT] = (values[first : first + ALIGNMENT] @ weight[expert].T).to(d.dtype)
+
+
+class SymmBuffer:
+    made = []
+
+    def __init__(self, group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden):
+        self.group, self.num_experts, self.num_max_tokens_per_rank = group, num_experts, num_max_tokens_per_rank
+        tokens = num_max_tokens_per_rank
+        self.x = torch.zeros(tokens, hidden, dtype=torch.float8_e4m3fn)
+        self.x_sf = torch.zeros(tokens, hidden // 128, dtype=torch.int32)
+        self.topk_idx = torch.full((tokens, num_topk), 10**6)
+        self.topk_weights = torch.zeros(tokens, num_topk)
+        self.destroyed = False
+        SymmBuffer.made.append(self)
+
+    def destroy(self):
+        self.destroyed = True
+
+
+def get_symm_buffer_for_mega_moe(group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden):
+    return SymmBuffer(group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
+
+
+def transform_sf_into_required_layout(sf, mn, k, recipe, num_groups):
+    assert tuple(sf.shape) == (num_groups, mn, k // recipe[1])
+    return sf.flip(1)
+
+
+TRANSFORMED = []
+
+
+def transform_weights_for_mega_moe(l1_weights, l2_weights):
+    TRANSFORMED.append(1)
+    (up, up_sf), (down, down_sf) = l1_weights, l2_weights
+    return (up.flip(1), up_sf), (down.flip(1), down_sf)
+
+
+def fp8_fp4_mega_moe(y, l1_weights, l2_weights, sym_buffer, activation_clamp=None):
+    assert not sym_buffer.destroyed
+    up, down = (spread(fp4(weight.flip(1)), sf.flip(1)) for weight, sf in (l1_weights, l2_weights))
+    tokens = y.shape[0]
+    x = spread(sym_buffer.x[:tokens], unpacked(sym_buffer.x_sf[:tokens]))
+    y.zero_()
+    for token in range(tokens):
+        total = torch.zeros(y.shape[1])
+        for expert, weight in zip(sym_buffer.topk_idx[token].tolist(), sym_buffer.topk_weights[token].tolist()):
+            if expert >= 0:
+                gate, linear = (up[expert] @ x[token]).chunk(2)
+                if activation_clamp is not None:
+                    gate = gate.clamp(max=activation_clamp)
+                    linear = linear.clamp(-activation_clamp, activation_clamp)
+                total += weight * (down[expert] @ (torch.nn.functional.silu(gate) * linear))
+        y[token] = total.to(y.dtype)
+"""
 
 SONIC_MOE = {
     "__init__.py": "from . import functional\n",

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_external_requirements import BLACKWELL, HOPPER
+from external_kernels import BLACKWELL, HOPPER
 from zoo import standalone
 
 import moe_compile
 from moe_compile.decision import decide
 from moe_compile.errors import RequirementError, RuleError, ScaleFormatError
 from moe_compile.experts_backends import EXPERTS_BACKENDS
-from moe_compile.external_rules import deepgemm_reasons, sonicmoe_reasons
+from moe_compile.external_rules import deepgemm_reasons, megamoe_reasons, sonicmoe_reasons
 from moe_compile.modes import CompileSettings
 from moe_compile.rules import Situation
 from moe_compile.spec import ExpertsSpec, GateSpec
@@ -135,8 +135,85 @@ def test_on_this_machine_the_compile_says_so_before_anything_is_loaded(experts):
         torch.compile(module, backend=backend, fullgraph=True)(*inputs)
 
 
-def test_float32_scales_on_blackwell_are_a_value_error():
-    spec = replace(BLOCK, weight_dtype=FP8, quantisation="fp8", scale_format="float32", activation_scheme="dynamic")
+FP8_BLOCK = replace(
+    BLOCK,
+    weight_dtype=FP8,
+    quantisation="fp8",
+    scale_format="float32",
+    activation_scheme="dynamic",
+    block_size=(128, 128),
+)
+FP4_BLOCK = replace(FP8_BLOCK, weight_dtype=torch.int8, quantisation="fp4", scale_format="ue8m0", block_size=(1, 32))
+
+
+@pytest.mark.parametrize(
+    ("spec", "situation"),
+    [
+        (FP8_BLOCK, SM90),  # SM90 reads float32 scales as they are
+        (replace(FP8_BLOCK, scale_format="ue8m0"), SM90),
+        (replace(FP8_BLOCK, scale_format="ue8m0"), SM100),
+        (replace(FP8_BLOCK, scale_format="ue8m0", block_size=(1, 128)), SM100),
+        (FP4_BLOCK, SM100),
+    ],
+)
+def test_quantised_blocks_that_deepgemm_takes(spec, situation):
+    assert deepgemm_reasons(spec, situation) == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "situation", "words"),
+    [
+        (replace(FP8_BLOCK, activation_scheme="static"), SM90, "dynamic), this checkpoint's scales are static"),
+        (FP4_BLOCK, SM90, "no FP4 kernel before SM100"),
+        (FP8_BLOCK, SM100, 'scale_fmt="ue8m0"'),
+        (replace(FP4_BLOCK, scale_format="float32"), SM100, 'scale_fmt="ue8m0"'),
+        (replace(FP8_BLOCK, block_size=(64, 64)), SM90, "(128, 128)"),
+        (replace(FP8_BLOCK, block_size=(1, 128)), SM90, "per row"),
+        (replace(FP8_BLOCK, up_bias="b"), SM90, "no bias"),
+        (replace(FP8_BLOCK, transposed=True), SM90, "transposed"),
+        (replace(FP8_BLOCK, hidden_size=576), SM90, "hidden size that is a multiple of 128, not 576"),
+        (replace(FP8_BLOCK, quantisation="int4"), SM90, "these are int4"),
+        (replace(FP4_BLOCK, process_group="ep"), SM100, "spread over a process group"),
+    ],
+)
+def test_quantised_blocks_that_deepgemm_refuses(spec, situation, words):
+    assert words in reasons(deepgemm_reasons, spec, situation)
+
+
+MEGAMOE = replace(FP4_BLOCK, process_group="ep")
+
+
+def test_megamoe_takes_its_block_alone():
+    assert megamoe_reasons(MEGAMOE, SM100) == ()
+    assert megamoe_reasons(replace(MEGAMOE, gate=GateSpec("swiglu_clamped", limit=7.0)), SM100) == ()
+    assert megamoe_reasons(MEGAMOE, replace(SM100, environment=BLACKWELL)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "situation", "words"),
+    [
+        ({}, SM90, "SM100"),
+        ({}, Situation("cpu"), "CUDA device"),
+        ({}, replace(SM100, environment=replace(BLACKWELL, toolkit=HOPPER.toolkit)), "nvcc 12.9"),
+        ({}, replace(SM100, training=True), "no backward"),
+        ({}, replace(SM100, settings=CompileSettings("reduce-overhead")), "CUDA graphs"),
+        ({"quantisation": "fp8", "weight_dtype": FP8}, SM100, "takes FP4 weights, these are fp8"),
+        ({"quantisation": None, "weight_dtype": BF16}, SM100, "takes FP4 weights, these are torch.bfloat16"),
+        ({"scale_format": "float32"}, SM100, 'scale_fmt="ue8m0"'),
+        ({"process_group": None}, SM100, "needs the process group"),
+        ({"gate": GateSpec("gelu")}, SM100, "computes SwiGLU"),
+        ({"concatenated": False}, SM100, "computes SwiGLU"),
+        ({"up_bias": "b"}, SM100, "no bias"),
+        ({"hidden_size": 320}, SM100, "hidden size that is a multiple of 128, not 320"),
+    ],
+)
+def test_megamoe_names_what_it_does_not_take(changes, situation, words):
+    assert words in reasons(megamoe_reasons, replace(MEGAMOE, **changes), situation)
+
+
+@pytest.mark.parametrize("name", ["deepgemm", "deepgemm_megamoe"])
+def test_float32_scales_on_blackwell_are_a_value_error(name):
+    spec = replace(FP8_BLOCK if name == "deepgemm" else MEGAMOE, scale_format="float32")
     with pytest.raises(ValueError, match='scale_fmt="ue8m0", or use grouped_mm or batched_mm') as caught:
-        decide("deepgemm", spec, SM100, tokens=8, where="m", on_reject="error", warn=print)
+        decide(name, spec, SM100, tokens=8, where="m", on_reject="error", warn=print)
     assert isinstance(caught.value, ScaleFormatError)

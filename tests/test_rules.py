@@ -22,7 +22,13 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 # Where a backend that takes some blocks alone is at home.
-USUAL = {"sonicmoe": (ExpertsSpec(gate=GateSpec("silu")), Situation("cuda", (9, 0)))}
+USUAL = {
+    "sonicmoe": (ExpertsSpec(gate=GateSpec("silu")), Situation("cuda", (9, 0))),
+    "deepgemm_megamoe": (
+        ExpertsSpec(gate=GateSpec("silu"), quantisation="fp4", scale_format="ue8m0", process_group="ep"),
+        Situation("cuda", (10, 0)),
+    ),
+}
 
 
 @pytest.mark.parametrize(("mode", "dtype", "fullgraph"), list(itertools.product(MODES, DTYPES, [False, True])))

@@ -29,6 +29,7 @@ from torch._dynamo.variables import ConstDictVariable, TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -190,6 +191,28 @@ def guard_attribute(translator: InstructionTranslator, holder: object, attribute
     """Makes Dynamo compile again when an attribute of a Python object differs from what it is now."""
     name = translator.output.install_global_by_id("__moe_compile", holder)
     install_guard(AttrSource(GlobalSource(name), attribute).make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def guard_attribute_of_local(translator: InstructionTranslatorBase, name: str, *attributes: str) -> None:
+    """Makes Dynamo compile again when an attribute of an attribute of a local differs from what it is now.
+
+    Unlike `guard_attribute` it follows the local: compiled code that serves several modules reads each one's own.
+    """
+    source = translator.symbolic_locals[name].realize().source
+    assert source is not None
+    for attribute in attributes:
+        source = AttrSource(source, attribute)
+    install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def inputs_read_from(gm: GraphModule, attribute: str) -> list[int]:
+    """Numbers of a graph's inputs that were read through an attribute of this name."""
+    found = []
+    for number, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder"):
+        argument = node.meta.get("grapharg")
+        if argument is not None and attribute in argument.source.name:
+            found.append(number)
+    return found
 
 
 def guard_identity(translator: InstructionTranslatorBase, name: str) -> None:

@@ -116,8 +116,15 @@ def _canonical_forward(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor, 
         down_bias=self.down_proj_bias if self.has_bias else None,
         after=self.post_expert_norm if _has_norm(self) else None,
         transposed=self.is_transposed,
+        up_scale=_scale(self, "gate_up_proj" if self.has_gate else "up_proj"),
+        down_scale=_scale(self, "down_proj"),
         block=block,
     )
+
+
+def _scale(module: Any, projection: str) -> Tensor | None:
+    """The scales of a quantised projection."""
+    return getattr(module, f"{projection}_scale_inv", None)
 
 
 def _has_norm(module: Any) -> bool:
@@ -171,10 +178,13 @@ def _spec(module: Any, inputs: Inputs) -> ExpertsSpec:
     )
     if not quantised:
         return spec
-    # FP4 weights are packed in pairs into int8, so that their sizes are not the block's.
+    # FP4 weights are packed in pairs into int8, so that the last size is half of what it stands for.
+    scale, block_size = _scale(module, "down_proj"), getattr(module, "block_size", None)
     return replace(
         spec,
-        intermediate_size=None,
+        intermediate_size=down.shape[2] * (2 if down.dtype == torch.int8 else 1),
         quantisation="fp4" if down.dtype == torch.int8 else "fp8",
-        scale_format=getattr(module, "scale_fmt", None) or "float32",
+        scale_format="ue8m0" if scale is not None and scale.dtype == torch.float8_e8m0fnu else "float32",
+        activation_scheme=getattr(module, "activation_scheme", "dynamic"),
+        block_size=tuple(block_size) if block_size else None,
     )

@@ -6,6 +6,11 @@ from moe_compile.cli.common import Commands
 
 _SUMMARY = "measure what auto chooses by, for this device and the blocks of your models"
 
+_EXAMPLES = """\
+  moe-compile tune
+  moe-compile tune --shapes 128,8,2048,768 --tokens 1 64 1024 --training
+"""
+
 
 def add_to(commands: Commands) -> None:
     """Adds the command; its options are the tuner's own, which is imported when the command runs."""
@@ -24,8 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-compile tune",
         description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}.",
-        epilog="examples:\n  moe-compile tune\n"
-        "  moe-compile tune --shapes 128,8,2048,768 --tokens 1 64 1024 --training",
+        epilog=f"examples:\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tune.add_arguments(parser)

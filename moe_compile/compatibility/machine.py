@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import moe_compile
 from moe_compile.errors import OptionError
 
 # Distributions whose version may change what is legal.
@@ -91,6 +92,7 @@ def installed_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     found["torch"] = str(torch.__version__)  # with its build, +cpu or +cu130
+    found["moe-compile"] = moe_compile.__version__  # also where it runs from a checkout
     return found
 
 

@@ -15,7 +15,7 @@ FORMAT, VERSION = "moe_compile.matrix", 1
 
 def measured_path(machine: Machine) -> Path:
     """Where the measured matrix of a machine is kept; another version of torch has another file."""
-    safe = "".join(letter if letter.isalnum() or letter in "-.+" else "_" for letter in machine.identity)
+    safe = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in machine.identity)
     return cache_directory() / "matrix" / f"{safe}.json"
 
 

@@ -1,5 +1,6 @@
 """A graph as a Python file that runs by itself: its code, the imports that it needs, and inputs of the right shapes."""
 
+import os
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,10 @@ Inputs are random numbers of the traced shapes; integers are zeros, which are va
 import moe_compile.backend  # registers the ops of moe_compile
 import torch
 '''
+
+# Stands among a node's paths where the node was traced in place of a class's own code.
+CAPTURED = "captured"
+_CAPTURED = os.path.join("capture", "experts_block.py")
 
 # Constants up to this many elements are written out.
 _SMALL = 64
@@ -64,13 +69,15 @@ def marked(source: str, blocks: dict[str, str]) -> str:
 
 
 def module_paths(gm: GraphModule) -> dict[str, list[str]]:
-    """Name of each node -> the paths of the modules whose code it stems from, outermost first."""
+    """Name of each node -> the paths of the modules whose code it stems from, outermost first, and `CAPTURED`."""
     found: dict[str, list[str]] = {}
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
                 stack = node.meta.get("nn_module_stack") or {}
                 found[node.name] = [str(entry[0]) for entry in stack.values()]
+                if _CAPTURED in (node.meta.get("stack_trace") or ""):
+                    found[node.name].append(CAPTURED)
     return found
 
 
@@ -89,7 +96,7 @@ def count_targets(gm: GraphModule) -> dict[str, int]:
 def _target_name(node: Node) -> str:
     if isinstance(node.target, str):
         return f".{node.target}"
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(node.target)
     return _get_qualified_name(node.target)
 

@@ -7,8 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from external_kernels import DEEP_GEMM, REPOSITORIES, SONIC_MOE, import_package, write_local_kernel, write_package
-from test_external_requirements import BLACKWELL, HOPPER
+from external_kernels import (
+    BLACKWELL,
+    DEEP_GEMM,
+    HOPPER,
+    REPOSITORIES,
+    SONIC_MOE,
+    import_package,
+    write_local_kernel,
+    write_package,
+)
 
 from moe_compile.errors import KernelLoadError, KernelResultError, RegistrationError, RequirementError
 from moe_compile.external import external_kernels, loaded_kernels, register_loader
@@ -109,7 +117,7 @@ def test_a_missing_requirement_is_an_import_error_and_nothing_is_imported(machin
 
 BAD = {
     "lacks a symbol": (
-        {"__init__.py": DEEP_GEMM["__init__.py"].replace("def m_grouped_bf16_gemm_nn", "def another")},
+        {**DEEP_GEMM, "__init__.py": DEEP_GEMM["__init__.py"].replace("def m_grouped_bf16_gemm_nn", "def another")},
         "lacks m_grouped_bf16_gemm_nn_contiguous",
     ),
     "raises on import": ({"__init__.py": "raise RuntimeError('built for another torch')"}, "built for another torch"),

@@ -3,19 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from external_kernels import BLACKWELL, HOPPER
 
 from moe_compile.external import describe_environment, external_kernels
 from moe_compile.kernels.external import environment as environment_module
 from moe_compile.kernels.external.environment import Environment, Toolkit, find_toolkit
 from moe_compile.kernels.external.requirements import KERNELS, missing_requirements, parse_version
-
-HOPPER = Environment(
-    cuda=True,
-    capability=(9, 0),
-    toolkit=Toolkit("/opt/cuda", "CUDA_HOME", True, (12, 4)),
-    distributions={"kernels": "0.17.2", "nvidia-cutlass-dsl": "4.6.0", "apache-tvm-ffi": "0.1.11"},
-)
-BLACKWELL = replace(HOPPER, capability=(10, 0), toolkit=Toolkit("/opt/cuda", "CUDA_HOME", True, (12, 9)))
 
 
 def toolkit(**changes):

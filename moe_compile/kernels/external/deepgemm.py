@@ -10,6 +10,8 @@ experts. How many rows that takes depends on the routing; the tensors have room 
 a CUDA graph replays with any routing. Weights are passed as they are stored: (E, out, in) to the kernel's "nt" form,
 (E, in, out) to "nn".
 
+Quantised weights take `::quantised_gemm`, which rounds the rows to FP8 first.
+
 Legend: M padded rows, N pairs, E experts, D model, I input and O output features.
 """
 
@@ -21,10 +23,12 @@ from torch import Tensor
 
 from moe_compile.errors import BlockInputError, KernelResultError
 from moe_compile.kernels.external.loading import forget_kernel, load_kernel, require_result
-from moe_compile.kernels.external.rows import combine_rows, pad_rows, padded_size, sort_pairs
+from moe_compile.kernels.external.rows import combine_rows, pad_rows, padded_size, quantise_rows, sort_pairs
+from moe_compile.kernels.quantised_linear import FP4_GROUP, FP8_BLOCK
 
 NAME = "deepgemm"
 _DISPATCH, _PAD, _GEMM, _COMBINE = (f"moe_deepgemm::{op}" for op in ("dispatch", "pad", "grouped_gemm", "combine"))
+_QUANTISED_GEMM = "moe_deepgemm::quantised_gemm"
 _REFERENCE = "CompositeExplicitAutograd"
 
 # AOTAutograd's cache keys an op by its name and arguments; an edit has to make another key.
@@ -43,6 +47,9 @@ torch.library.define(
     _GEMM, "(Tensor padded, Tensor weight, Tensor layout, Tensor ends, bool transposed, str digest) -> Tensor"
 )
 torch.library.define(_COMBINE, "(Tensor rows, Tensor weights, Tensor position, ScalarType dtype, str digest) -> Tensor")
+torch.library.define(
+    _QUANTISED_GEMM, "(Tensor padded, Tensor weight, Tensor scale, Tensor layout, Tensor ends, str digest) -> Tensor"
+)
 
 
 def alignment() -> int:
@@ -97,6 +104,22 @@ def grouped_gemm(padded_MI: Tensor, weight: Tensor, layout_M: Tensor, ends_E: Te
         (M, O) bf16; rows with layout -1 are not written.
     """
     return torch.ops.moe_deepgemm.grouped_gemm(padded_MI, weight, layout_M, ends_E, transposed, DIGEST)
+
+
+def quantised_gemm(padded_MI: Tensor, weight: Tensor, scale: Tensor, layout_M: Tensor, ends_E: Tensor) -> Tensor:
+    """Rounds each padded row to FP8 and multiplies it by its expert's FP8 or FP4 weight.
+
+    Args:
+        padded_MI: (M, I), floating.
+        weight: (E, O, I) float8_e4m3fn, or (E, O, I / 2) int8, two FP4 values each.
+        scale: (E, O or O / 128, I / 128 or I / 32) float32 or float8_e8m0fnu.
+        layout_M: (M,) int32.
+        ends_E: (E,) int32, padded ends.
+
+    Returns:
+        (M, O) bf16; rows with layout -1 are not written.
+    """
+    return torch.ops.moe_deepgemm.quantised_gemm(padded_MI, weight, scale, layout_M, ends_E, DIGEST)
 
 
 def combine(rows_MO: Tensor, weights_TK: Tensor, position_N: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,6 +202,33 @@ def _grouped_gemm_fake(
     padded: Tensor, weight: Tensor, layout: Tensor, ends: Tensor, transposed: bool, digest: str
 ) -> Tensor:
     return padded.new_empty(padded.shape[0], _out_features(padded, weight, transposed))
+
+
+@torch.library.impl(_QUANTISED_GEMM, _REFERENCE)
+def _quantised_gemm(padded: Tensor, weight: Tensor, scale: Tensor, layout: Tensor, ends: Tensor, digest: str) -> Tensor:
+    out = _quantised_gemm_fake(padded, weight, scale, layout, ends, digest)
+    if padded.shape[0] == 0:
+        return out
+    symbol = "m_grouped_fp8_fp4_gemm_nt_contiguous"
+    function = load_kernel(NAME).functions[symbol]
+    blackwell = padded.is_cuda and torch.cuda.get_device_capability(padded.device)[0] >= 10
+    group = FP4_GROUP if weight.dtype == torch.int8 else FP8_BLOCK
+    rows = quantise_rows(padded.contiguous(), layout, group, power_of_two=blackwell)
+    # UE8M0 is exact as float32. SM90 reads that; on SM100 the kernel packs it again, exactly, as all are powers of two.
+    weights = weight, scale.float().contiguous()
+    per_row = {"recipe": (1, 1, group)} if scale.shape[1] == weight.shape[1] else {}
+    if blackwell:
+        returned = function(rows, weights, out, ends, use_psum_layout=True, **per_row)
+    else:
+        returned = function(rows, weights, out, layout, **per_row)
+    return out if returned is None else require_result(NAME, symbol, returned, out)
+
+
+@torch.library.register_fake(_QUANTISED_GEMM)
+def _quantised_gemm_fake(
+    padded: Tensor, weight: Tensor, scale: Tensor, layout: Tensor, ends: Tensor, digest: str
+) -> Tensor:
+    return padded.new_empty(padded.shape[0], weight.shape[1], dtype=torch.bfloat16)
 
 
 @torch.library.impl(_COMBINE, _REFERENCE)

@@ -117,3 +117,21 @@ def sum_rows_kernel(rows, ends, out, D, BM: tl.constexpr, BD: tl.constexpr):
         values = tl.load(rows + row.to(tl.int64)[:, None] * D + column[None, :], mask=mask, other=0.0)
         total += tl.sum(values.to(tl.float32), 0)
     tl.store(out + expert.to(tl.int64) * D + column, total.to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
+def quantise_kernel(rows, layout, out, scales, M, D, POW2: tl.constexpr, BM: tl.constexpr, G: tl.constexpr):
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    kept = tl.load(layout + row, mask=row < M, other=-1) >= 0
+    if tl.sum(kept.to(tl.int32), 0) == 0:
+        return
+    group = tl.program_id(1)
+    column = group * G + tl.arange(0, G)
+    offset = row.to(tl.int64)[:, None] * D + column[None, :]
+    mask = kept[:, None] & (column < D)[None, :]
+    value = tl.load(rows + offset, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value), 1), 1e-4) / 448.0
+    if POW2:
+        scale = tl.exp2(tl.ceil(tl.log2(scale)))
+    tl.store(out + offset, (value / scale[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(scales + row.to(tl.int64) * tl.cdiv(D, G) + group, scale, mask=kept)

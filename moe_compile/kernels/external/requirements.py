@@ -66,6 +66,7 @@ KERNELS = {
             symbols=(
                 "m_grouped_bf16_gemm_nt_contiguous",
                 "m_grouped_bf16_gemm_nn_contiguous",
+                "m_grouped_fp8_fp4_gemm_nt_contiguous",
                 "get_mk_alignment_for_contiguous_layout",
             ),
             majors=(9, 10),

@@ -149,5 +149,34 @@ def sum_expert_rows(rows: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([rows[a:b].float().sum(0) for a, b in itertools.pairwise(ends)]).to(dtype)
 
 
+def quantise_rows(rows: Tensor, layout_M: Tensor, group: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Rounds rows to FP8 (e4m3), with one scale per row and group of features, which is what "dynamic" means.
+
+    Args:
+        rows: (M, D), contiguous.
+        layout_M: (M,) int32; rows with -1 are not written.
+        group: features that share a scale.
+        power_of_two: round scales up to powers of two, which UE8M0 can store.
+
+    Returns:
+        (M, D) float8_e4m3fn and (M, D / group) float32.
+    """
+    m, size = rows.shape
+    scales = rows.new_empty(m, (size + group - 1) // group, dtype=torch.float32)
+    if rows.is_cuda and m:
+        from moe_compile.kernels.external import device
+
+        out = rows.new_empty(m, size, dtype=torch.float8_e4m3fn)
+        device.quantise_kernel[((m + 15) // 16, scales.shape[1])](
+            rows, layout_M, out, scales, m, size, power_of_two, 16, group
+        )
+        return out, scales
+    values = torch.nn.functional.pad(rows.float(), (0, -size % group)).view(m, -1, group)
+    scales = values.abs().amax(-1).clamp(min=1e-4) / 448
+    scales = torch.exp2(torch.ceil(torch.log2(scales))) if power_of_two else scales
+    quantised = (values / scales.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return quantised.view(m, -1)[:, :size].contiguous(), scales
+
+
 def _power_of_two(value: int) -> int:
     return max(16, 1 << (value - 1).bit_length())
