@@ -11,6 +11,7 @@ from moe_compile.backend import device_situation
 from moe_compile.compatibility import small_block, storage
 from moe_compile.compatibility.machine import Machine
 from moe_compile.experts_backends import EXPERTS_BACKENDS
+from moe_compile.external import external_kernels
 from moe_compile.modes import CompileSettings
 
 
@@ -89,6 +90,14 @@ def _notes(machines: tuple[Machine, ...]) -> list[str]:
     notes: list[str] = []
     if importlib.util.find_spec("transformers") is None:
         notes.append("transformers is not installed; its models are captured as soon as it is imported.")
+    for kernel in external_kernels():
+        if kernel.loaded is not None:
+            state = f"{kernel.loaded.version or 'of unknown version'}, loaded from {kernel.loaded.origin}"
+        elif kernel.sources:
+            state = f"would be loaded from {', else '.join(kernel.sources)}"
+        else:
+            state = "nowhere to be loaded from"
+        notes.append(f"{kernel.name}: {state}.")
     for machine in machines:
         path = storage.measured_path(machine)
         state = (

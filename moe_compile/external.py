@@ -15,7 +15,7 @@ from moe_compile.kernels.external.loading import (
     register_loader,
     registered_loaders,
 )
-from moe_compile.kernels.external.requirements import KERNELS, missing_requirements
+from moe_compile.kernels.external.requirements import KERNELS, missing_requirements, sources
 
 __all__ = [
     "Environment",
@@ -35,11 +35,13 @@ class ExternalKernelStatus:
     Attributes:
         name: the kernel, which is also the experts backend's name.
         missing: what it needs and this machine lacks, each with how to get it.
+        sources: where it would be looked for, in order.
         loaded: what was loaded, from where, in which version; None before its first use.
     """
 
     name: str
     missing: tuple[str, ...]
+    sources: tuple[str, ...]
     loaded: LoadedKernel | None
 
 
@@ -53,5 +55,8 @@ def external_kernels() -> tuple[ExternalKernelStatus, ...]:
     environment = describe_environment()
     loaded = {kernel.name: kernel for kernel in loaded_kernels()}
     return tuple(
-        ExternalKernelStatus(name, missing_requirements(name, environment), loaded.get(name)) for name in KERNELS
+        ExternalKernelStatus(
+            name, missing_requirements(name, environment), sources(name, environment), loaded.get(name)
+        )
+        for name in KERNELS
     )

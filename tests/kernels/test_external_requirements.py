@@ -8,7 +8,7 @@ from external_kernels import BLACKWELL, HOPPER
 from moe_compile.external import describe_environment, external_kernels
 from moe_compile.kernels.external import environment as environment_module
 from moe_compile.kernels.external.environment import Environment, Toolkit, find_toolkit
-from moe_compile.kernels.external.requirements import KERNELS, missing_requirements, parse_version
+from moe_compile.kernels.external.requirements import KERNELS, missing_requirements, parse_version, sources
 
 
 def toolkit(**changes):
@@ -76,6 +76,31 @@ def test_what_is_missing_is_named_with_how_to_get_it(name, environment, words):
     (found,) = missing_requirements(name, environment)
     for word in words:
         assert word in found
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (Environment(), ()),
+        (HOPPER, ("kernels-community/deep-gemm version 2, by kernels 0.17.2",)),
+        (
+            replace(
+                HOPPER,
+                modules=frozenset({"deep_gemm"}),
+                loaders=frozenset({"deepgemm"}),
+                distributions={**HOPPER.distributions, "sgl-deep-gemm": "0.1.4"},
+            ),
+            (
+                "a registered loader",
+                "kernels-community/deep-gemm version 2, by kernels 0.17.2",
+                "the installed sgl-deep-gemm 0.1.4",
+            ),
+        ),
+        (replace(without("kernels"), modules=frozenset({"deep_gemm"})), ("the installed deep_gemm",)),
+    ],
+)
+def test_where_a_kernel_would_be_looked_for(environment, expected):
+    assert sources("deepgemm", environment) == expected
 
 
 def test_all_that_is_missing_is_named():

@@ -116,6 +116,23 @@ def missing_requirements(name: str, environment: Environment) -> tuple[str, ...]
     return tuple(found for check in CHECKS if (found := check(kernel, environment)) is not None)
 
 
+def sources(name: str, environment: Environment) -> tuple[str, ...]:
+    """Where a kernel would be looked for, in order, as far as that can be said without loading it."""
+    kernel = KERNELS[name]
+    found = ["a registered loader"] if name in environment.loaders else []
+    if "kernels" in environment.distributions:
+        pinned = (
+            f"version {kernel.hub.version}" if kernel.hub.version is not None else f"revision {kernel.hub.revision}"
+        )
+        found.append(f"{kernel.hub.repo_id} {pinned}, by kernels {environment.distributions['kernels']}")
+    if kernel.module in environment.modules:
+        versions = [
+            f"{d} {environment.distributions[d]}" for d in kernel.distributions if d in environment.distributions
+        ]
+        found.append(f"the installed {versions[0] if versions else kernel.module}")
+    return tuple(found)
+
+
 def check_device(kernel: ExternalKernel, environment: Environment) -> str | None:
     """A CUDA device."""
     if environment.cuda:
