@@ -1,7 +1,11 @@
 """`model.generate` of transformers: the decode switch, static caches and `CompileConfig`."""
 
 import copy
+import json
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,3 +192,15 @@ def test_a_copy_is_the_backend_itself():
     copied = copy.deepcopy(backend)
     backend.set("batched_mm")
     assert copied.get() == {"": "batched_mm"}
+
+
+@pytest.mark.inductor
+def test_the_benchmark_runs_on_a_tiny_model(tmp_path):
+    root = Path(__file__).parents[1]
+    command = [sys.executable, root / "benchmarks" / "generate.py", "--tiny", "--batches", "2", "--new-tokens", "4"]
+    command += ["--rounds", "1", "--contenders", "auto", "--json", tmp_path / "out.json"]
+    subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["tokens/s"] > 0
+    assert row["agree"] == 1
+    assert row["runs"]
