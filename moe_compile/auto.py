@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moe_compile.experts_backends import legal_names
 from moe_compile.roofline import estimate
@@ -51,15 +52,6 @@ class Ladder:
         """The choice at a token count."""
         return next(rung.name for rung in self.rungs if rung.last is None or tokens <= rung.last)
 
-    def within(self, least: int, most: int | None) -> "Ladder":
-        """The rungs that token counts from `least` to `most` can reach."""
-        reached = [
-            rung
-            for rung in self.rungs
-            if (rung.last is None or rung.last >= least) and (most is None or rung.first <= most)
-        ]
-        return Ladder(tuple(reached), self.basis)
-
     def __str__(self) -> str:
         steps = [f"{rung.name} up to T={rung.last}" for rung in self.rungs[:-1]]
         beyond = f"{self.rungs[-1].name}{' beyond' if steps else ' at every T'}"
@@ -84,9 +76,14 @@ def find_ladder(spec: ExpertsSpec, situation: Situation) -> Ladder | None:
     return Ladder(tuple(_climb(candidates, time)), basis)
 
 
-def choose(ladder: Ladder, tokens: int | torch.SymInt | None) -> str:
-    """The one name that a ladder comes to: at a static T that rung; a symbolic or unknown count is taken for many."""
-    return ladder.name_for(tokens) if isinstance(tokens, int) else ladder.rungs[-1].name
+def reachable(ladder: Ladder, tokens: torch.SymInt) -> tuple[Rung, ...]:
+    """The rungs that a symbolic T may come to, by what is known of it; asking adds no guard."""
+    known = statically_known_true
+    return tuple(
+        rung
+        for rung in ladder.rungs
+        if not (rung.last is not None and known(tokens > rung.last)) and not known(tokens < rung.first)
+    )
 
 
 def _times(spec: ExpertsSpec, situation: Situation, candidates: list[str]) -> tuple[_Time | None, str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from moe_compile.auto import Ladder, choose, find_ladder
+from moe_compile.auto import Ladder, Rung, find_ladder, reachable
 from moe_compile.errors import OptionError, RuleError
 from moe_compile.experts_backends import AUTO, all_reasons, legal_names
 from moe_compile.modes import nearest
@@ -38,14 +38,17 @@ class Decision:
     """What runs a block.
 
     Attributes:
-        name: the experts backend, None where the model's own code stays because the one asked for is not legal.
+        name: the experts backend, None where the model's own code stays because the one asked for is not legal, "auto"
+            where one of `rungs` is chosen when the graph runs.
         reasons: backend name -> why it is not legal here, without the legal ones.
         ladder: what `auto` would choose at other token counts, None where a backend was asked for by name.
+        rungs: the choices that a symbolic token count leaves open, empty where one is made now.
     """
 
     name: str | None
     reasons: dict[str, str]
     ladder: Ladder | None = None
+    rungs: tuple[Rung, ...] = ()
 
     @property
     def keeps_own_code(self) -> bool:
@@ -82,9 +85,11 @@ def decide(
     reasons = {name: "; ".join(found) for name, found in against.items()}
     legal = legal_names(spec, situation)
     ladder = find_ladder(spec, situation) if asked == AUTO else None
-    name = asked if asked != AUTO else None if ladder is None else choose(ladder, tokens)
+    if ladder is not None:
+        return _by_token_count(ladder, reasons, situation, tokens)
+    name = None if asked == AUTO else asked
     if name is not None and name not in reasons:
-        return Decision(name, reasons, ladder)
+        return Decision(name, reasons)
 
     found = reasons[name] if name is not None else "; ".join(f"{key}: {why}" for key, why in reasons.items())
     # Where the graph must be whole, the model's own code is subject to the rules of `eager`.
@@ -96,6 +101,24 @@ def decide(
         return Decision(legal[0], reasons)
     error = error_for(against[name]) if name is not None else RuleError
     raise error(f"experts={asked!r} for {where or 'an experts block'}", found, _remedy(legal, situation))
+
+
+def _by_token_count(
+    ladder: Ladder, reasons: dict[str, str], situation: Situation, tokens: int | torch.SymInt | None
+) -> Decision:
+    """What `auto` comes to: one rung for a static T, several to choose from at run time for a symbolic one."""
+    if isinstance(tokens, int):
+        return Decision(ladder.name_for(tokens), reasons, ladder)
+    rungs = ladder.rungs if tokens is None else reachable(ladder, tokens)
+    if tokens is None or len(rungs) == 1 or not _can_branch(situation):
+        return Decision(rungs[-1].name, reasons, ladder)
+    return Decision(AUTO, reasons, ladder, rungs)
+
+
+def _can_branch(situation: Situation) -> bool:
+    """Whether a choice at run time can be differentiated: the opaque op cannot, and Inductor before 2.13 fails to."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return not situation.training or (not situation.settings.cuda_graphs and version >= (2, 13))
 
 
 def _remedy(legal: list[str], situation: Situation) -> str:

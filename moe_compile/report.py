@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tabulate import tabulate
 
-from moe_compile.auto import Ladder
+from moe_compile.auto import Ladder, Rung
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.spec import ExpertsSpec
@@ -30,10 +30,12 @@ class Block:
         source: `file.py:line`, None if unknown.
         spec: layout and arithmetic.
         tokens: T, an int or the symbol's name.
-        chosen: name of the experts backend that runs it, None where the model's own code stays.
+        chosen: name of the experts backend that runs it, None where the model's own code stays, "auto" where one of
+            `rungs` is chosen at each call.
         reasons: experts backend -> why it is not used: its rule, or why the block was not proven.
         ladder: what `auto` chooses by token count, and on what that rests; None where another backend was asked for.
         graph: index of the graph that holds it, None while it is in none.
+        rungs: the choices that are open when the graph runs, empty where one was made when it was compiled.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Block:
     reasons: Mapping[str, str]
     ladder: Ladder | None = None
     graph: int | None = None
+    rungs: tuple[Rung, ...] = ()
 
     @property
     def keeps_own_code(self) -> bool:

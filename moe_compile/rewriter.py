@@ -12,6 +12,7 @@ from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.journey import Journey
 from moe_compile.passes import Lowering, run_passes
 from moe_compile.passes.blocks import CanonicalBlock, Lowered
+from moe_compile.passes.branch_by_tokens import Steps
 from moe_compile.passes.match import Match, Rejection
 from moe_compile.passes.match_gate import describe_canonical
 from moe_compile.report import Block, GraphSummary, Rejected
@@ -57,6 +58,7 @@ class Rewriter:
     warn: Callable[[str], None]
     blocks: dict[str, Block] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
+    _branches: dict[str, tuple[str, str]] = field(default_factory=dict)  # tag of a branch -> tag of its block, name
 
     def rewrite(self, gm: GraphModule) -> GraphSummary:
         """Rewrites a graph module in place."""
@@ -93,6 +95,7 @@ class Rewriter:
             chosen=decision.name,
             reasons=decision.reasons,
             ladder=decision.ladder,
+            rungs=decision.rungs,
         )
         return None if decision.keeps_own_code else tag
 
@@ -100,7 +103,23 @@ class Rewriter:
         log.debug("left %s alone: %s", rejection.path or rejection.source, rejection.reason)
         self.rejected.append(Rejected(rejection.path, rejection.form, rejection.reason, rejection.source))
 
+    def steps(self, block: CanonicalBlock) -> Steps:
+        record = self.blocks.get(_tag(block)) or self._note_written(block)
+        names = {f"{_tag(block)}@{index}": rung for index, rung in enumerate(record.rungs)}
+        self._branches |= {tag: (_tag(block), rung.name) for tag, rung in names.items()}
+        return [(rung.last, tag) for tag, rung in names.items()]
+
+    def note_unbranched(self, block: CanonicalBlock) -> None:
+        record = self.blocks[_tag(block)]
+        self.blocks[_tag(block)] = replace(record, chosen=record.rungs[-1].name, rungs=())
+
+    @property
+    def opaque_branches(self) -> bool:
+        return self.situation.settings.cuda_graphs
+
     def lowering(self, block: CanonicalBlock) -> Lowering | None:
+        if block.tag in self._branches:
+            return EXPERTS_BACKENDS[self._branches[block.tag][1]].lower
         record = self.blocks.get(_tag(block)) or self._note_written(block)
         return EXPERTS_BACKENDS[record.chosen].lower if record.chosen is not None else None
 
@@ -126,14 +145,17 @@ class Rewriter:
             chosen=decision.name,
             reasons=decision.reasons,
             ladder=decision.ladder,
+            rungs=decision.rungs,
         )
         self.blocks[_tag(block)] = record
         return record
 
     def note_lowered(self, block: CanonicalBlock, outcome: Lowered) -> None:
-        record = self.blocks[_tag(block)]
+        tag = self._branches[block.tag][0] if block.tag in self._branches else _tag(block)
+        record = self.blocks[tag]
         reasons = {**record.reasons, **outcome.reasons}
-        self.blocks[_tag(block)] = replace(record, chosen=outcome.name, reasons=reasons)
+        chosen = record.chosen if record.rungs else outcome.name
+        self.blocks[tag] = replace(record, chosen=chosen, reasons=reasons)
 
 
 def _tag(block: CanonicalBlock) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from moe_compile.rules import Situation
 from moe_compile.spec import ExpertsSpec
+from moe_compile.tables import size_of
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def estimate(name: str, spec: ExpertsSpec, situation: Situation, tokens: int) ->
     """
     if name not in _LAUNCHES:
         return None
-    sizes = spec.num_experts, spec.top_k, spec.hidden_size, spec.intermediate_size
-    if spec.weight_dtype is None or None in sizes:
+    size = size_of(spec)
+    if size is None or spec.weight_dtype is None:
         return None
-    experts, top_k, hidden, inner = (int(size) for size in sizes if size is not None)
+    experts, top_k, hidden, inner = size.num_experts, size.top_k, size.hidden_size, size.intermediate_size
     device = _DEVICES.get(situation.device_type, _DEVICES["cuda"])
     itemsize = spec.weight_dtype.itemsize
     matrix = (3 if spec.gated else 2) * hidden * inner

@@ -138,11 +138,19 @@ class Table:
 
 
 def size_of(spec: ExpertsSpec) -> BlockSize | None:
-    """The size under which a block is looked up, None where a size or the dtype is not known."""
-    sizes = spec.num_experts, spec.top_k, spec.hidden_size, spec.intermediate_size
+    """The size under which a block is looked up, None where a size or the dtype is not known.
+
+    With dynamic shapes sizes may be symbolic, K first of all. What they were in the traced call stands for them: a
+    guard on them would cost a compilation, and the choice changes no number.
+    """
+    sizes = [
+        size.node.hint if isinstance(size, torch.SymInt) else size
+        for size in (spec.num_experts, spec.top_k, spec.hidden_size, spec.intermediate_size)
+    ]
     if spec.weight_dtype is None or not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    return BlockSize(*sizes, str(spec.weight_dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    experts, top_k, hidden, inner = sizes
+    return BlockSize(experts, top_k, hidden, inner, str(spec.weight_dtype).removeprefix("torch."))  # type: ignore[arg-type]
 
 
 def device_name(device_type: str) -> str:

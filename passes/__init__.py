@@ -10,6 +10,7 @@ from typing import Protocol
 from torch.fx import GraphModule
 
 from moe_compile.passes.blocks import CanonicalBlock, Lowered, find_canonical_blocks
+from moe_compile.passes.branch_by_tokens import Steps, branch_by_tokens
 from moe_compile.passes.match import Match, Rejection
 from moe_compile.passes.recognize import apply, recognize
 
@@ -28,6 +29,16 @@ class Policy(Protocol):
     def note_rejection(self, rejection: Rejection) -> None:
         """Takes note of what looks like an experts block but was not proven to be one."""
 
+    def steps(self, block: CanonicalBlock) -> Steps:
+        """Where the branches of a block end, and their tags; empty where one backend runs it at every token count."""
+
+    def note_unbranched(self, block: CanonicalBlock) -> None:
+        """Takes note of a block that could not be split: one backend has to do for every token count."""
+
+    @property
+    def opaque_branches(self) -> bool:
+        """Whether branches must be one op, because `torch.cond` would be taken out of CUDA graphs."""
+
     def lowering(self, block: CanonicalBlock) -> Lowering | None:
         """How to lower a canonical block; None leaves the reference ops in the graph."""
 
@@ -45,6 +56,17 @@ def recognize_experts(gm: GraphModule, policy: Policy) -> None:
         apply(gm, admitted)
 
 
+def branch_experts(gm: GraphModule, policy: Policy) -> None:
+    """Splits the blocks whose backend is chosen when the graph runs into branches."""
+    for block in find_canonical_blocks(gm):
+        steps = policy.steps(block)
+        if steps and not branch_by_tokens(block, steps, opaque=policy.opaque_branches):
+            policy.note_unbranched(block)
+        elif steps:
+            block.graph_module.graph.lint()
+            block.graph_module.recompile()
+
+
 def lower_experts(gm: GraphModule, policy: Policy) -> None:
     """Replaces each block's canonical ops by the kernels of the backend that was chosen for it."""
     blocks = find_canonical_blocks(gm)
@@ -59,6 +81,7 @@ def lower_experts(gm: GraphModule, policy: Policy) -> None:
 
 PASSES: tuple[tuple[Callable[[GraphModule, Policy], None], str], ...] = (
     (recognize_experts, "first: lowering knows canonical ops alone, whoever put them there"),
+    (branch_experts, "before lowering: every branch is lowered by its own backend"),
     (lower_experts, "last: nothing after it has to know what an experts block is"),
 )
 

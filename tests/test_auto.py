@@ -132,11 +132,10 @@ def test_nothing_is_chosen_where_nothing_is_legal():
     assert find_ladder(ExpertsSpec(quantisation="fp8"), situation) is None
 
 
-def test_rungs_in_reach():
+def test_a_ladder_in_words():
     ladder = Ladder((Rung("a", 0, 1), Rung("b", 2, 64), Rung("c", 65, None)), "basis")
-    assert [rung.name for rung in ladder.within(2, 64).rungs] == ["b"]
-    assert [rung.name for rung in ladder.within(2, None).rungs] == ["b", "c"]
     assert str(ladder) == "a up to T=1, b up to T=64, c beyond (basis)"
+    assert [ladder.name_for(tokens) for tokens in (0, 1, 2, 64, 65, 10**9)] == ["a", "a", "b", "b", "c", "c"]
 
 
 # The rule ------------------------------------------------------------------------------------------------------------

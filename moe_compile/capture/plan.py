@@ -122,6 +122,7 @@ def plan(interface: Interface, tokens: int | torch.SymInt | None = None) -> str:
             chosen=decision.name,
             reasons=decision.reasons,
             ladder=decision.ladder,
+            rungs=decision.rungs,
         ),
     )
     return "" if decision.keeps_own_code else tag
