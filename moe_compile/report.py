@@ -1,7 +1,7 @@
 """What was found and what was done, as data that prints itself."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -267,7 +267,8 @@ def _short(source: str | None) -> str:
 def plain(value: Any) -> Any:
     """Dataclasses, mappings and sequences as plain containers of strings and numbers, for JSON."""
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        # Not asdict(), which copies: a spec may hold symbolic sizes, and behind those are the trace's own objects.
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
