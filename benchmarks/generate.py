@@ -106,7 +106,6 @@ def contend(
             min_new_tokens=tokens,
             do_sample=False,
             cache_implementation="static",
-            cache_config={"max_cache_len": PROMPT + new_tokens},
             compile_config=config,
         )
 
