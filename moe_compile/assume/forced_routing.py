@@ -37,6 +37,9 @@ def check(program: Program, module: torch.nn.Module, args: tuple[Any, ...], kwar
         CannotAssumeError: if the numbers differ.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # The coarsest dtype that takes part sets what rounding may do.
+    floating = [value.dtype for value in state.values() if value.dtype in _LARGEST_ERROR]
+    tolerance = max((_LARGEST_ERROR[dtype] for dtype in floating), default=_LARGEST_ERROR[torch.float32])
     for given_args, given_kwargs in _sizes(args, kwargs):
         tensors = program.tensors(given_args, given_kwargs)
         if tensors is None:
@@ -50,7 +53,7 @@ def check(program: Program, module: torch.nn.Module, args: tuple[Any, ...], kwar
             with torch.no_grad(), undone(module):
                 inputs = [*("" for _ in program.matches), *(state[name] for name in program.state), *tensors]
                 found = _Substituting(program.graph_module, program, ids).run(*inputs)
-            if _differs(found, expected):
+            if _differs(found, expected, tolerance):
                 counts = "as routed" if ids is None else f"ids of shape {tuple(ids.shape)} forced"
                 raise CannotAssumeError(f"the rewritten block gives other numbers than the module ({counts})", None)
 
@@ -145,7 +148,7 @@ class _Substituting(Interpreter):
         return result
 
 
-def _differs(found: Any, expected: Any) -> bool:
+def _differs(found: Any, expected: Any, tolerance: float) -> bool:
     for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
         if not isinstance(b, Tensor):
             if a != b:
@@ -156,6 +159,6 @@ def _differs(found: Any, expected: Any) -> bool:
         if not b.is_floating_point():
             if not torch.equal(a, b):
                 return True
-        elif b.numel() and bool((a - b).abs().max() > _LARGEST_ERROR[b.dtype] * b.abs().max().clamp(min=1e-3)):
+        elif b.numel() and bool((a - b).abs().max() > tolerance * b.abs().max().clamp(min=1e-3)):
             return True
     return False
