@@ -96,6 +96,7 @@ class Block:
         weighted: outputs that weigh and sum in one product -> the routing weight.
         fills: values put together of each expert's rows -> (expert, its rows) of those that have written so far.
         cuts: values that are one expert's part of all sorted rows -> those.
+        lengths: label of an expert's part of the sorted rows -> the size that such a part was first seen with.
         kept: the matrix of marks that says which pairs remain, None if all do.
         counted: unbacked symbol -> the sum of ends of experts that it is; see `recognize_split`.
         num_experts: E, each with the operator that says so.
@@ -121,6 +122,7 @@ class Block:
     fills: dict[Node, tuple[tuple[int, Node], ...]] = field(default_factory=dict)
     cuts: dict[Node, Node] = field(default_factory=dict)
     kept: Node | None = None
+    lengths: dict[Label, Size] = field(default_factory=dict)
     counted: dict[Any, dict[int, int]] = field(default_factory=dict)
     num_experts: list[tuple[int, Node]] = field(default_factory=list)
     needs_masking: list[tuple[Node, str]] = field(default_factory=list)

@@ -57,7 +57,9 @@ def find_candidates(gm: GraphModule) -> list[Candidate]:
                 experts = width.pop() if len(width) == 1 else None
                 found = Candidate("dense", root, tokens, seeds.top_k, tuple(nodes), marks[0], hidden, experts)
         if found is None:
-            found = sparse_region(root, "grouped_mm", seeds.top_k, position)
+            # The rows may be picked by what was made of the weights.
+            others = (sparse_region(root, form, seeds.top_k, position) for form in ("grouped_mm", "expert_loop"))
+            found = next((other for other in others if other is not None and any(map(_is_unbacked, other.nodes))), None)
         if found is not None:
             first = next(iter(seeds.by_form.get(form, ())), found.seed)
             candidates.append(replace(found, seed=first if found.form != "dense" else found.seed))

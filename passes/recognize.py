@@ -55,6 +55,7 @@ _RULES = merge(
         rowwise.RULES,
     )
 )
+_NEAR = 24
 _COPIED_META = ("stack_trace", "nn_module_stack", "custom")
 
 
@@ -186,6 +187,10 @@ def _prove(candidate: Candidate) -> Proof:
     except NotProvenError as failure:
         # What could not be derived comes first: it is why something is missing in the end.
         cause = block.failures[0] if block is not None and block.failures else failure
+        places = _counted_places(candidate)
+        if places is not None:
+            reason = f"{places.name} counts each expert's tokens in their order, as a capacity that drops some does"
+            cause = NotProvenError(reason, places)
         return Proof(failure=NotProvenError(cause.reason, _outer(cause.node, block)))
     return Proof(
         form=_form(block, plan),
@@ -197,6 +202,21 @@ def _prove(candidate: Candidate) -> Proof:
         reads=tuple(normal.inputs.values()),
         nodes=normal.nodes,
     )
+
+
+def _counted_places(candidate: Candidate) -> Node | None:
+    """Where tokens are numbered within their expert, in a candidate or in front of its ids."""
+    front, seen = [candidate.root], {candidate.root}
+    while front and len(seen) < _NEAR:
+        for operand in front.pop(0).all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                front.append(operand)
+    for node in (*candidate.nodes, *seen):
+        value = value_of(node)
+        if name_of(node) == "cumsum" and isinstance(value, Tensor) and value.dim() > 1:
+            return node
+    return None
 
 
 def _match(module: GraphModule, contexts: Contexts, candidate: Candidate, proof: Proof) -> Match:
@@ -260,7 +280,7 @@ def _read_by_all(block: Block, candidate: Candidate) -> None:
 def _looks_like_experts(block: Block) -> bool:
     """Whether there is more than routing: products with parameters of experts, or several experts' rows."""
     kinds = [fact.kind for fact in block.facts.values()]
-    experts = {fact.expert for fact in block.facts.values() if fact.kind == "mask"}
+    experts = {fact.expert for fact in block.facts.values() if fact.kind in ("mask", "gates")}
     names = {name_of(node) for node in block.form.graph.nodes}
     loops = len(experts) > 1 and bool(names & {"nonzero", "index"})
     gathers = "parameter" in kinds or any(_gathers_matrices(block, node) for node in block.form.graph.nodes)

@@ -163,6 +163,8 @@ def _slice(block: Block, node: Node) -> Fact | None:
     if label is None or step != 1:
         raise NotProvenError("slice cuts the sorted rows at what is no end of an expert's", node)
     block.passed[node] = block.cuts[node] = source
+    # Each slice has a size of its own; those of one expert are equal.
+    _write_alike(node, expression(shape_of(node)[0]), expression(block.lengths.setdefault(label, shape_of(node)[0])))
     return _cut_fact(fact, label)
 
 
@@ -233,11 +235,17 @@ def learn_size(block: Block, node: Node) -> None:
     symbol = next((s for s in sorted(total.free_symbols - pairs.free_symbols, key=str) if total.coeff(s) == 1), None)
     if total == pairs or symbol is None:
         return
-    meaning = {symbol: pairs - total + symbol}
+    _write_alike(node, symbol, pairs - total + symbol)
+
+
+def _write_alike(node: Node, symbol: Any, meaning: Any) -> None:
+    """Writes an unbacked size as another that equals it, from a node on."""
+    if symbol == meaning or not symbol.is_Symbol:
+        return
     at = node
     while at.op != "output":
         if is_tensor(at) and any(symbol in _symbols(size) for size in shape_of(at)):
-            at.meta[SIZES] = tuple(_plain(expression(size).xreplace(meaning)) for size in shape_of(at))
+            at.meta[SIZES] = tuple(_plain(expression(size).xreplace({symbol: meaning})) for size in shape_of(at))
         at = at.next
 
 
