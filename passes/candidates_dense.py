@@ -96,8 +96,12 @@ def dense_region(
     forward = _sums(touched, weights, numbers, position)
     back, hidden = _experts(forward, weights, root, numbers, position)
     names = {name_of(node) for node in (*forward, *back)}
-    if not touched or not hidden or not names & _PRODUCTS:
+    if not touched or not names & _PRODUCTS:
         return None
+    if not hidden:
+        # Ids that come from elsewhere than the router: a loop over experts all the same, if there are several.
+        compared = [seed for seed in seeds if name_of(seed) == "eq"]
+        return (sorted({*weights, *touched} - {root}, key=position.__getitem__), set()) if len(compared) > 1 else None
     found = {*weights, *forward, *back} - {root}
     found |= set(_buffers(found))
     return sorted(found, key=position.__getitem__), hidden
@@ -226,6 +230,19 @@ def find_mixtures(gm: GraphModule) -> Iterable[Node]:
             if name_of(user) in _WEIGHS and any(name_of(o) == "softmax" for o in others):
                 yield node
                 break
+
+
+def find_lookups(gm: GraphModule) -> Iterable[Node]:
+    """Experts of one hidden unit each, kept in embeddings that are looked up by the same ids."""
+    first: dict[object, Node] = {}
+    for node in gm.graph.nodes:
+        if name_of(node) != "embedding":
+            continue
+        index, weight = (o for o in node.all_input_nodes[:2])
+        ids = index if not value_of(index).is_floating_point() else weight
+        multiplied = any(name_of(user) in _WEIGHS for user in _through_views(node))
+        if multiplied and value_of(ids).dim() > 1 and first.setdefault(ids, node) is not node:
+            yield node
 
 
 def _through_views(node: Node) -> Iterable[Node]:

@@ -33,7 +33,7 @@ from moe_compile.passes.block import OPEN, Block, merge
 from moe_compile.passes.blocks import META_KEYS
 from moe_compile.passes.boundary import Boundary, Contexts, find_contexts, without_foreign_writes
 from moe_compile.passes.candidates import BUFFERS, GROUPED, Candidate, name_of, storage_of, value_of
-from moe_compile.passes.candidates_dense import find_candidates, find_mixtures
+from moe_compile.passes.candidates_dense import find_candidates, find_lookups, find_mixtures
 from moe_compile.passes.canonicalize import write
 from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
 from moe_compile.passes.facts import Fact, same_size, shape_of, token_labels
@@ -56,6 +56,11 @@ _RULES = merge(
     )
 )
 _NEAR = 24
+# What is no block of this kind, whatever its ids are.
+_NEVER = (
+    (find_mixtures, "holds every expert's output, weighted by a softmax over all experts: none may be skipped"),
+    (find_lookups, "looks up experts of one hidden unit each, whose products would have one row per weight"),
+)
 _COPIED_META = ("stack_trace", "nn_module_stack", "custom")
 
 
@@ -97,20 +102,18 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
             if isinstance(answer, Match) or (answer is not None and not rivals):
                 answers.append((answer, set(candidate.nodes)))
         proven = {node for _, nodes in answers for node in nodes}
-        for node in find_mixtures(module):
-            if node not in proven and not skip(module_path(node)):
-                rejections.append(_mixture(node))
+        for find, reason in _NEVER:
+            looked = (node for node in find(module) if node not in proven and not skip(module_path(node)))
+            rejections += [
+                Rejection("dense", module_path(node), f"{node.name} {reason}", node.name, source_line(node))
+                for node in looked
+            ]
         for answer, _ in reversed(answers):
             if isinstance(answer, Match):
                 matches.append(answer)
             else:
                 rejections.append(answer)
     return matches, rejections
-
-
-def _mixture(node: Node) -> Rejection:
-    reason = f"{node.name} holds every expert's output, weighted by a softmax over all experts: none may be skipped"
-    return Rejection("dense", module_path(node), reason, node.name, source_line(node))
 
 
 def _without_other_contexts(candidate: Candidate, contexts: Contexts) -> Candidate:
