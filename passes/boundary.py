@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moe_compile.passes.candidates import mutated_arguments, name_of, storage_of
 from moe_compile.passes.match import NotProvenError
 
-Contexts = Mapping[Node, tuple[object, int]]
+Contexts = Mapping[Node, tuple[object, tuple[tuple[object, ...], ...]]]
 _CONTEXT_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -30,7 +30,7 @@ class Boundary:
 
     Attributes:
         region: the block's nodes, in graph order.
-        contexts: grad mode and depth of autocast at every node of the graph; empty if it switches neither.
+        contexts: see `find_contexts`.
     """
 
     region: Sequence[Node]
@@ -117,28 +117,31 @@ class Boundary:
         for node in self.region if self.contexts else ():
             if node > last:
                 break
-            if self.contexts[node][1] != 0:
-                raise NotProvenError(f"{node.name} runs inside an autocast context of the graph's own", node)
+            if self.contexts[node][1] != self.contexts[last][1]:
+                raise NotProvenError(f"{node.name} runs under another autocast than {last.name}", node)
             if self.contexts[node] != self.contexts[last]:
                 raise NotProvenError(f"{node.name} runs in another grad mode than {last.name}", node)
 
 
-def find_contexts(graph: Graph) -> dict[Node, tuple[object, int]]:
-    """Grad mode and depth of autocast at every node, as far as the graph itself sets them; empty if it sets neither."""
+def find_contexts(graph: Graph) -> Contexts:
+    """Grad mode and autocast settings, outermost first, at every node; empty if the graph itself sets neither."""
     switches = [node for node in graph.nodes if name_of(node) in _CONTEXT_SWITCHES]
     if not switches:
         return {}
     # Contexts are left again, so the graph ends in the grad mode in which it began.
     grad_modes = [node.args[0] for node in switches if name_of(node) == "_set_grad_enabled"]
-    grad_mode, depth = (grad_modes[-1] if grad_modes else True), 0
-    states: dict[Node, tuple[object, int]] = {}
+    grad_mode = grad_modes[-1] if grad_modes else True
+    settings: tuple[tuple[object, ...], ...] = ()
+    states: dict[Node, tuple[object, tuple[tuple[object, ...], ...]]] = {}
     for node in graph.nodes:
         name = name_of(node)
         if name == "_set_grad_enabled":
             grad_mode = node.args[0]
-        elif name in _CONTEXT_SWITCHES:
-            depth += 1 if name == "_enter_autocast" else -1
-        states[node] = grad_mode, depth
+        elif name == "_enter_autocast":
+            settings = (*settings, tuple(node.args))
+        elif name == "_exit_autocast":
+            settings = settings[:-1]
+        states[node] = grad_mode, settings
     return states
 
 

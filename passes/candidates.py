@@ -61,6 +61,7 @@ class Candidate:
         seed: the node that gave it away.
         hidden: of a dense form, the hidden states.
         experts: of a dense form, the width of its matrix of weights.
+        autocast: settings that the graph itself puts it under, outermost first.
     """
 
     form: str
@@ -71,6 +72,7 @@ class Candidate:
     seed: Node
     hidden: frozenset[Node] = frozenset()
     experts: int | torch.SymInt | None = None
+    autocast: tuple[tuple[object, ...], ...] = ()
 
 
 def value_of(node: Node) -> Any:

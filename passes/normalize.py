@@ -27,6 +27,8 @@ from moe_compile.passes.einsum import SPELLERS
 from moe_compile.passes.iterations import Rounds, copy_rounds, find_rounds
 from moe_compile.passes.match import NotProvenError
 
+Autocast = tuple[tuple[Any, ...], ...]
+
 
 @dataclass(frozen=True)
 class NormalForm:
@@ -49,11 +51,12 @@ class NormalForm:
     failures: tuple[NotProvenError, ...]
 
 
-def normalize(nodes: Sequence[Node]) -> NormalForm:
+def normalize(nodes: Sequence[Node], autocast: Autocast = ()) -> NormalForm:
     """Normalises some nodes of a graph.
 
     Args:
         nodes: in graph order.
+        autocast: settings under which they run, outermost first, beyond those of the caller.
 
     Returns:
         Their normal form.
@@ -62,11 +65,11 @@ def normalize(nodes: Sequence[Node]) -> NormalForm:
         NotProvenError: if the graph carries no fake tensors, or the nodes write to a tensor that others own.
     """
     rounds = find_rounds(nodes)
-    form = _normalized(nodes, rounds) if rounds is not None else None
-    return form or _normalized(nodes, None)  # type: ignore[return-value]
+    form = _normalized(nodes, rounds, autocast) if rounds is not None else None
+    return form or _normalized(nodes, None, autocast)  # type: ignore[return-value]
 
 
-def _normalized(nodes: Sequence[Node], rounds: Rounds | None) -> NormalForm | None:
+def _normalized(nodes: Sequence[Node], rounds: Rounds | None, autocast: Autocast) -> NormalForm | None:
     """The normal form, with most rounds of a loop copied; None if they cannot be."""
     copied = {node for nodes in rounds.copied for node in nodes} if rounds is not None else set()
     stand_ins = rounds.stand_ins() if rounds is not None else {}
@@ -105,6 +108,8 @@ def _normalized(nodes: Sequence[Node], rounds: Rounds | None) -> NormalForm | No
     with ExitStack() as stack:
         for context in _tracing_contexts(mode):
             stack.enter_context(context)
+        for device, dtype, enabled, _ in autocast:
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
         traced = make_fx(functionalize(run), tracing_mode="real")(*values).graph
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     by_placeholder = dict(zip(placeholders, inputs, strict=True))

@@ -100,7 +100,13 @@ def _fingerprint(candidate: Candidate) -> tuple[Hashable, list[Node]]:
     )
     inputs = tuple((place, _metadata(value_of(node))) for node, place in index.items() if node not in inside)
     below = ids_below(candidate.root)
-    known = ids_differ(candidate.root, candidate.top_k), str(below), str(candidate.top_k), str(candidate.num_tokens)
+    known = (
+        ids_differ(candidate.root, candidate.top_k),
+        str(below),
+        str(candidate.top_k),
+        str(candidate.num_tokens),
+        candidate.autocast,
+    )
     return (candidate.form, index.get(candidate.root), known, calls, inputs), list(index)
 
 

@@ -117,18 +117,19 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
 
 
 def _without_other_contexts(candidate: Candidate, contexts: Contexts) -> Candidate:
-    """Leaves out what stands in front of a block in another grad mode, such as the last view of a frozen router.
+    """Leaves out what stands in front of a block or behind it in another context than it runs in.
 
-    A fresh buffer is the same in every mode.
+    That may be the last view of a frozen router, or a cast after autocast. A fresh buffer is the same in every mode.
     """
     if not contexts:
         return candidate
     seed = candidate.seed
+    last = max((node for node in candidate.nodes if contexts[node] == contexts[seed]), default=seed)
 
     def belongs(node: Node) -> bool:
-        return node > seed or contexts[node] == contexts[seed] or name_of(node) in BUFFERS
+        return seed < node < last or contexts[node] == contexts[seed] or name_of(node) in BUFFERS
 
-    return replace(candidate, nodes=tuple(filter(belongs, candidate.nodes)))
+    return replace(candidate, nodes=tuple(filter(belongs, candidate.nodes)), autocast=contexts[seed][1])
 
 
 def _overlap(candidate: Candidate, nodes: set[Node]) -> bool:
@@ -173,7 +174,7 @@ def _recognize(
 def _prove(candidate: Candidate) -> Proof:
     block: Block | None = None
     try:
-        normal = normalize(without_foreign_writes(candidate.nodes))
+        normal = normalize(without_foreign_writes(candidate.nodes), candidate.autocast)
         block = _derive(candidate, normal)
         if block is None or not _looks_like_experts(block):
             return Proof()

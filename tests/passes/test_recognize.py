@@ -11,6 +11,7 @@ from recognize_models import REFUSED, REWRITTEN, D, E, K
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+import moe_compile
 from moe_compile.passes.match import Match, Rejection
 from moe_compile.passes.recognize import apply, recognize
 
@@ -269,7 +270,7 @@ def test_equal_layers_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("moe_compile.passes.recognize")
     calls: list[Any] = []
     original = module.normalize
-    monkeypatch.setattr(module, "normalize", lambda nodes: calls.append(nodes) or original(nodes))
+    monkeypatch.setattr(module, "normalize", lambda *given: calls.append(given) or original(*given))
     model = nn.Sequential(*[build(REWRITTEN["loop"]) for _ in range(6)])
     x_TD = torch.randn(7, D)
     function, recorder = compiled(model, x_TD)
@@ -311,6 +312,24 @@ def test_under_autocast(name: str) -> None:
         actual, expected = run(function, model, x_TD), run(model, model, x_TD)
     assert [(r.reason, r.node) for r in recorder.rejections] == []
     assert len(recorder.matches) == 1
+    assert [a.dtype for a in actual] == [e.dtype for e in expected]
+    assert_equal(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["loop", "loop, stacked weights", "gathered"])
+def test_inside_an_autocast_region_of_the_models_own(name: str, experts: str) -> None:
+    class Cast(REWRITTEN[name]):  # type: ignore[misc, valid-type]
+        def experts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = super().experts(x_TD, ids_TK, weights_TK)
+            return out.float()
+
+    model = build(Cast)
+    x_TD = torch.randn(7, D)
+    backend = moe_compile.backend(experts, compiler="aot_eager")
+    actual, expected = run(torch.compile(model, backend=backend, fullgraph=True), model, x_TD), run(model, model, x_TD)
+    assert [block.found for block in backend.blocks.values()] == ["graph"]
     assert [a.dtype for a in actual] == [e.dtype for e in expected]
     assert_equal(actual, expected, torch.bfloat16)
 
