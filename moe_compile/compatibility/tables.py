@@ -18,7 +18,8 @@ def rows_of(matrix: "Matrix") -> tuple[list[str | None], dict[Row, dict[str | No
     rows: dict[Row, dict[str | None, Cell]] = {}
     for cell in matrix.cells:
         rows.setdefault(_row(cell.key), {})[cell.key.mode] = cell
-    return modes, rows
+    backends = list(dict.fromkeys(row[0] for row in rows))
+    return modes, dict(sorted(rows.items(), key=lambda item: backends.index(item[0][0])))
 
 
 def footnotes(matrix: "Matrix") -> dict[str, list[Key]]:

@@ -100,14 +100,16 @@ def _blocks(blocks: Sequence[dict[str, Any]]) -> str:
         (
             block["path"] or "?",
             block["form"],
-            f"{block['found']}, {block['source'] or '?'}",
+            block["found"],
+            (block["source"] or "?").rpartition("site-packages/")[2],
             f"T={block['tokens']}",
             block["chosen"] or "the model's own code",
-            "; ".join(f"not {name}: {why}" for name, why in block["reasons"].items()),
         )
         for block in blocks
     ]
-    return _table(("block", "form", "found", "tokens", "runs", "why not another"), rows)
+    reasons = dict.fromkeys((name, why) for block in blocks for name, why in block["reasons"].items())
+    why_not = _details("why nothing else", _table(("not", "because"), sorted(reasons)) if reasons else "")
+    return _table(("block", "form", "found", "source", "tokens", "runs"), rows) + (why_not if reasons else "")
 
 
 def _rejected(rejected: Sequence[dict[str, Any]]) -> str:
