@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint zoo overhead
+.PHONY: demo test lint docs zoo overhead
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,12 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p moe_compile
+
+# The pages of docs/measured from their data, then the site, into site/.
+docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python docs/measured/generate.py
+	$(BIN)/mkdocs build --strict --quiet
 
 # Every MoE model of transformers; takes about half an hour.
 zoo: $(VENV)/.ready
