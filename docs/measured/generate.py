@@ -39,8 +39,8 @@ def _matrix_page(path: Path, matrix: Matrix) -> str:
         f"The same with colours, and reasons on hover: [{path.stem}.html]({path.stem}.html).",
         "",
         f"{len(matrix.cells)} cells, each run in a process of its own. In {disagreements} of them the documented rule "
-        f"and what happened disagree, for {len(footnotes(matrix))} reasons. The machine was busy with other work at the "
-        "same time: a time says that a cell runs, and is no benchmark.",
+        f"and what happened disagree, for {len(footnotes(matrix))} reasons. The machine was busy with other work at "
+        "the same time: a time says that a cell runs, and is no benchmark.",
         "",
         matrix.to_github(),
     ]
