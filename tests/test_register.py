@@ -162,3 +162,13 @@ def test_bad_registrations_are_refused(arguments, message):
     with pytest.raises(OptionError, match=message):
         moe_compile.register_experts(*arguments)
     assert not hasattr(Stacked.forward, "_moe_compile_previous")
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(("field", "name"), [("up", "w1"), ("down", "w0"), ("up_bias", "bias")])
+def test_a_layout_that_names_what_the_module_does_not_have_is_refused(field, name, fullgraph):
+    layout = {"up": "wi", "down": "wo", "transposed": True, "gate": GateSpec("silu"), field: name}
+    moe_compile.register_experts(Stacked, ExpertsSpec(**layout))
+    backend = moe_compile.backend("grouped_mm", compiler="aot_eager")
+    with pytest.raises(OptionError, match=rf"{field}='{name}'.* for Stacked.*wi, wo"):
+        torch.compile(Stacked(), backend=backend, fullgraph=fullgraph)(*routed())

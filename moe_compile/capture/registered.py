@@ -169,8 +169,22 @@ def _gate_of(layout: ExpertsSpec) -> Callable[[Tensor], Tensor]:
     return gated
 
 
+def _require_tensor(module: torch.nn.Module, field: str, name: str | None) -> None:
+    """Refuses a layout that names what a module of its class does not have."""
+    if name is None or isinstance(getattr(module, name, None), Tensor):
+        return
+    known = [known for known, _ in module.named_parameters()]
+    raise OptionError(
+        f"ExpertsSpec({field}={name!r}) for {type(module).__name__}",
+        f"the module has no such parameter{nearest(name, known)}",
+        f"Its parameters are {', '.join(known) or 'none'}",
+    )
+
+
 def _filled(layout: ExpertsSpec, module: torch.nn.Module, inputs: Inputs) -> ExpertsSpec:
     """The layout with the sizes and dtypes of a module's parameters and inputs."""
+    for field in ("up", "down", "up_bias", "down_bias"):
+        _require_tensor(module, field, getattr(layout, field))
     down = getattr(module, layout.down)
     hidden, intermediate = (down.shape[2], down.shape[1]) if layout.transposed else (down.shape[1], down.shape[2])
     return replace(
