@@ -91,7 +91,7 @@ def to_text(matrix: "Matrix") -> str:
 def to_github(matrix: "Matrix") -> str:
     """GitHub's markdown."""
     numbers = {note: f"[^{index}]" for index, note in enumerate(footnotes(matrix), 1)}
-    parts = [_title(matrix), _table(matrix, numbers, "github")]
+    parts = [_title(matrix).replace("\n", "\n\n"), _table(matrix, numbers, "github")]
     parts.append("\n".join(f"- not `{name}`: {reason}" for name, reason in reasons_of(matrix)))
     notes = footnotes(matrix).items()
     parts.append("\n".join(f"{numbers[note]}: {where(keys)}: {_escaped(note)}" for note, keys in notes))
