@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from moe_compile.assume import forced_routing
 from moe_compile.assume.find import Call, find_host_reads
-from moe_compile.assume.prepared import Prepared, install, prepared_of, uninstall
+from moe_compile.assume.prepared import Prepared, altered, install, prepared_of, uninstall
 from moe_compile.assume.program import make_program
 from moe_compile.assume.trace import CannotAssumeError
 from moe_compile.backend import MoeBackend, backend
@@ -180,11 +180,9 @@ def compile(
 
 def _prepare(call: Call) -> PreparedBlock:
     module = call.module
-    if "forward" in module.__dict__:
-        raise CannotAssumeError("its forward was replaced on the instance", call.source)
-    hooked = next((name for name, child in module.named_modules() if name and _has_hooks(child)), None)
-    if hooked is not None:
-        raise CannotAssumeError(f"{hooked} has forward hooks, which a rewritten block would not run", call.source)
+    reason = altered(module)
+    if reason is not None:
+        raise CannotAssumeError(reason, call.source)
     experts = _count_experts(module)
     program = make_program(module, call.args, call.kwargs, experts)
     forced_routing.check(program, module, call.args, call.kwargs)
@@ -202,10 +200,6 @@ def _count_experts(module: torch.nn.Module) -> int:
     lengths = [len(child) for child in module.modules() if isinstance(child, lists)]
     stacked = [p.shape[0] for p in module.parameters() if p.dim() == 3]
     return max(lengths, default=max(stacked, default=1))
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def _module(model: Any, verb: str) -> torch.nn.Module:

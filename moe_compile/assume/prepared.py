@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from moe_compile.assume.program import Program, make_program
+from moe_compile.assume.settings import hold
 from moe_compile.assume.trace import CannotAssumeError
 from moe_compile.capture import tracing
 from moe_compile.capture.plan import Interface, plan, traces_for_us
@@ -75,10 +76,13 @@ class Prepared:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(leaf is tracing.UNKNOWN for leaf in leaves):
             return ""
+        if altered(module) is not None:
+            return ""
         state = _State.of(module, _device(leaves))
         with _lock:
             for name, program in self.programs.items():
-                if self._states[name] == state and program.tensors(args, kwargs) is not None:
+                fits = self._states[name] == state and hold(module, program.settings)
+                if fits and program.tensors(args, kwargs) is not None:
                     return name
             if len(self.programs) + len(self.failures) >= _MOST_PROGRAMS:
                 return ""
@@ -103,6 +107,16 @@ class Prepared:
 def prepared_of(module: torch.nn.Module) -> Prepared | None:
     """The programs of a module, None if it was not prepared."""
     return module.__dict__.get(ATTRIBUTE)
+
+
+def altered(module: torch.nn.Module) -> str | None:
+    """Why the code of a module's class is not all that runs: hooks, or a forward of the instance's own."""
+    for path, part in module.named_modules():
+        if "forward" in part.__dict__:
+            return f"the forward of {path or 'the module'} was replaced on the instance"
+        if path and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
+            return f"{path} has hooks, which a rewritten block would not run"
+    return None
 
 
 def install(module: torch.nn.Module, prepared: Prepared) -> None:
@@ -149,7 +163,9 @@ def _swapping(own: Callable[..., Any]) -> Callable[..., Any]:
             if self.training is not None and choice:
                 name, *tags = choice.split("\n")
                 prepared: Prepared = self._moe_compile_prepared  # type: ignore[assignment]
-                return _run(prepared.programs[name], tags, self, args, kwargs)
+                program = prepared.programs[name]
+                if hold(self, program.settings):
+                    return _run(program, tags, self, args, kwargs)
         return own(self, *args, **kwargs)
 
     forward._moe_compile_own = own  # type: ignore[attr-defined]

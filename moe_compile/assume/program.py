@@ -14,6 +14,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 import moe_compile.ops  # noqa: F401  registers torch.ops.moe
 from moe_compile.assume.discharge import discharge
+from moe_compile.assume.settings import Setting
 from moe_compile.assume.trace import CannotAssumeError, Occupied, Traced, trace_assuming
 from moe_compile.passes.candidates import value_of
 from moe_compile.passes.describe import source_line
@@ -42,6 +43,11 @@ class Program:
     def state(self) -> tuple[str, ...]:
         """Names of the parameters and buffers that it reads."""
         return self.traced.state
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Plain attributes of the module that it was made for."""
+        return self.traced.settings
 
     def tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
         """The tensors among some arguments, None if the program is not for arguments like these."""

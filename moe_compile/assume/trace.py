@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from moe_compile.assume.presence import counted_experts, listed_experts, presence
+from moe_compile.assume.settings import Setting, read_settings
 from moe_compile.side_effects import Attributes
 
 # Frames that keep sizes; the question comes from whoever called them.
@@ -85,6 +86,7 @@ class Traced:
         assumptions: in the order in which they were made.
         conditions: what the module asked of the sizes of its arguments, and the answers; symbols stand for axes of
             `examples`.
+        settings: plain attributes that the module read.
     """
 
     graph_module: GraphModule
@@ -95,6 +97,7 @@ class Traced:
     out_spec: pytree.TreeSpec
     assumptions: tuple[Assumption, ...]
     conditions: tuple[tuple[Any, Any], ...]
+    settings: tuple[Setting, ...]
 
 
 @dataclass
@@ -168,7 +171,9 @@ def trace_assuming(
 
     attributes = Attributes(module)
     try:
-        gm = make_fx(run, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True)(fake_state, fake_inputs)
+        traced = make_fx(run, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True)
+        with read_settings(module) as settings:
+            gm = traced(fake_state, fake_inputs)
         changed = attributes.changed()
         if changed:
             raise CannotAssumeError(f"its forward sets the attribute {changed[0]}", None)
@@ -185,7 +190,8 @@ def trace_assuming(
     fixed_sizes = [(sympy.Eq(node._expr, node.expr), sympy.true) for node in sizes if node.expr != node._expr]
     conditions = tuple(dict.fromkeys([*session.conditions, *fixed_sizes]))
     examples = tuple(fake_inputs)
-    return Traced(gm, tuple(state), in_spec, fixed, examples, out_spec[0], tuple(session.assumptions), conditions)
+    assumptions = tuple(session.assumptions)
+    return Traced(gm, tuple(state), in_spec, fixed, examples, out_spec[0], assumptions, conditions, tuple(settings))
 
 
 class _AssumingShapeEnv(ShapeEnv):
