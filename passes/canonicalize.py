@@ -102,9 +102,9 @@ class _Writer:
         self.hidden = self.outside(plan.hidden)
         if self.hidden.dim() != 2:
             self.hidden = self.hidden.flatten(0, -2)
-        if block.kept is not None:
+        if plan.kept is not None:
             # A pair that is not kept is a sentinel's: no expert runs on it.
-            kept_TK = self.gates_TK(block.kept, self.hidden) != 0
+            kept_TK = self.gates_TK(plan.kept, self.hidden) != 0
             self.ids_TK = torch.where(kept_TK, self.ids_TK, plan.num_experts)
         routed = self.ids_TK.reshape(-1, 1) if plan.per_pair else self.ids_TK
         self.rows, self.offsets, self.order = torch.ops.moe.dispatch(self.hidden, routed, plan.num_experts)

@@ -16,10 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
+from moe_compile.passes.alike import experts_alike
 from moe_compile.passes.block import Block, arguments, aten
 from moe_compile.passes.facts import Label, Size, expression, is_tensor, same_size, shape_of
 from moe_compile.passes.match import NotProvenError
-from moe_compile.passes.recognize_expert_loop import experts_alike
 from moe_compile.passes.rowwise import VIEWS, shape_equal
 
 # Casts and changes of shape: nothing is computed, and zeros stay zeros.
@@ -79,6 +79,7 @@ class Plan:
         dtype: of the output.
         products: the grouped products, first to last.
         num_experts: E.
+        kept: the matrix of marks that leaves pairs out, None if all remain.
         ends_in_product: nothing but casts comes after the last product, so rows of sentinels are zero.
     """
 
@@ -96,6 +97,7 @@ class Plan:
     dtype: torch.dtype
     products: dict[Node, Product]
     num_experts: int
+    kept: Node | None
     ends_in_product: bool
 
     @property
@@ -142,8 +144,19 @@ def make_plan(block: Block, output: Node) -> Plan:
         dtype=output.meta["val"].dtype,
         products=products,
         num_experts=_number_of_experts(block, products),
+        kept=_kept(block, summed),
         ends_in_product=_unwrapped(block, rows) in products,
     )
+
+
+def _kept(block: Block, summed: Node) -> Node | None:
+    """The marks that rows were picked by; others may have been looked at, and are no business of the block's."""
+    by_entries = any(fact.kind == "turn" for fact in block.facts.values())
+    if by_entries and any(fact.kind == "pair" and fact.labels == ("S",) for fact in block.facts.values()):
+        raise NotProvenError("rows are sorted by the ids and by the entries of a matrix", summed)
+    nodes = (node for node in term(block, summed) if node in block.facts)
+    labels = {label for node in nodes for label in block.facts[node].labels}
+    return block.kept if by_entries or any(label and label.endswith("@") for label in labels) else None
 
 
 def term(block: Block, node: Node) -> list[Node]:

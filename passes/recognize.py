@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from moe_compile.passes import (
+    gates,
     gather,
     recognize_batched_mm,
     recognize_dense,
@@ -49,6 +50,7 @@ _RULES = merge(
         recognize_grouped_mm.RULES,
         recognize_batched_mm.RULES,
         recognize_split.RULES,
+        gates.RULES,
         recognize_dense.RULES,
         recognize_dispatcher.RULES,
         recognize_expert_loop.RULES,

@@ -274,6 +274,21 @@ class Thresholded(DenseLoop):
         return out
 
 
+class ThresholdLookedAt(DenseLoop):
+    """Another mask is looked at, and changes nothing."""
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weights_TK, ids_TK = self.route(x_TD)
+        scores = self.scores(ids_TK, weights_TK)
+        kept = scores > 0.5
+        out, seen = torch.zeros_like(x_TD), []
+        for e, layer in enumerate(self.layers):
+            token, slot = torch.where(ids_TK == e)
+            seen.append(x_TD[kept[:, e].nonzero().squeeze(-1)].sum())
+            out.index_add_(0, token, layer(x_TD[token]) * weights_TK[token, slot, None])
+        return x_TD + out, torch.stack(seen)
+
+
 # Near misses ----------------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +399,7 @@ REWRITTEN: dict[str, Callable[[], nn.Module]] = {
         *(DenseLoopInPlace, DenseLoopMasked, DenseLoopWhere, DenseAnyMask, DenseStack, DenseStackEinsum),
         *(DenseMaskedLogits, DenseMaskedProbabilities, DenseBatchFirst, DenseGathered, DenseIndexed),
         *(Split, SplitSizes, SplitAddedPiecewise, JoinedMasks, JoinedPairs, ScatterReduced),
-        *(TokenIndices, Thresholded),
+        *(TokenIndices, Thresholded, ThresholdLookedAt),
     )
 }
 # The words are those that the reason must hold.
