@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -19,6 +20,7 @@ from moe_compile.errors import OptionError, ReportError
 from moe_compile.inspection.collect import Collector
 from moe_compile.inspection.folder import safe_name
 
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RUN_ALL = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
 
 
@@ -117,6 +119,16 @@ def test_the_dumped_python_runs_by_itself(dump, tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("tensor(") >= len(programs)
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+def test_its_page_opens_in_a_browser(dump, tmp_path):
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    result = subprocess.run([*command, dump.index.as_uri()], capture_output=True, text=True, timeout=120)
+    page = Page(result.stdout)
+    assert set(page.links) == set(dump.files) - {"index.html"}
+    assert page.classes.count("block") > 10
 
 
 def test_a_folder_that_is_taken_is_versioned_refused_or_replaced(tmp_path):
