@@ -20,6 +20,7 @@ from moe_compile.modes import resolve_settings
 from moe_compile.report import Coverage, Explanation, GraphBreak
 from moe_compile.selection import Experts
 from moe_compile.side_effects import undone
+from moe_compile.stacking import StackedWeight, stacked_weights
 
 
 def explain(
@@ -80,7 +81,15 @@ def explain(
         kernels=_kernels_of(recorder),
         unseen=recorder.unseen_experts(),
         coverage=_coverage(function, recorder),
+        weights=_stacked_weights(function),
     )
+
+
+def _stacked_weights(model: Callable[..., Any]) -> tuple[tuple[str, StackedWeight], ...]:
+    """The weights that were separate parameters and lie in one buffer, with the paths of their modules."""
+    if not isinstance(model, torch.nn.Module):
+        return ()
+    return tuple((path, weight) for path, module in model.named_modules() for weight in stacked_weights(module))
 
 
 def _coverage(model: Callable[..., Any], recorder: MoeBackend) -> Coverage:

@@ -10,6 +10,7 @@ from moe_compile.auto import Ladder, Rung
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.kernels.external.loading import LoadedKernel
 from moe_compile.spec import ExpertsSpec
+from moe_compile.stacking.weight import StackedWeight
 
 Found = Literal["captured", "prepared", "graph"]
 
@@ -166,6 +167,7 @@ class Explanation:
         kernels: kernels of other projects that were loaded for it, from where and in which version.
         unseen: experts that never reached the compiler.
         coverage: how many bytes of parameters the rewritten blocks hold.
+        weights: path of a module, and weights of its experts that were separate parameters and lie in one buffer.
     """
 
     graphs: tuple[GraphSummary, ...]
@@ -176,6 +178,7 @@ class Explanation:
     kernels: tuple[LoadedKernel, ...] = ()
     unseen: tuple[Unseen, ...] = ()
     coverage: Coverage = Coverage(0, 0, None)
+    weights: tuple[tuple[str, StackedWeight], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers and strings, for JSON."""
@@ -219,6 +222,12 @@ class Explanation:
         if self.graphs:
             rows_g = [(i, g.nodes_before, g.nodes_after, g.blocks) for i, g in enumerate(self.graphs)]
             found.append(("graphs", ("graph", "nodes traced", "nodes rewritten", "blocks"), rows_g))
+        if self.weights:
+            rows_w = [
+                (path or "?", w.name, w.num_experts, w.nbytes, w.copied_because or "no") for path, w in self.weights
+            ]
+            header_w = ("module", "stacked weights", "experts", "bytes", "copied at every call")
+            found.append(("stacked weights", header_w, rows_w))
         if self.rejected:
             rows_r = [(r.path or "?", r.form, r.reason, _short(r.source)) for r in self.rejected]
             found.append(("left alone", ("left alone", "form", "reason", "source"), rows_r))

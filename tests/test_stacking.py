@@ -600,3 +600,55 @@ def test_the_buffer_is_freed_with_the_model():
     ]
     del model  # no garbage collection: nothing refers to it in a circle
     assert all(buffer.expired() for buffer in buffers)
+
+
+# Prepared models ----------------------------------------------------------------------------------------------------
+
+
+class Loop(Block):
+    """The same, and nothing but the loop: `prepare` finds the rest."""
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, weights[token, slot, None] * expert(x[token]))
+        return x + out
+
+
+def test_prepared_models_read_stacked_weights(x):
+    torch.manual_seed(0)
+    model = nn.Sequential(Loop(), Loop())
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    report = moe_compile.prepare(model, x)
+    assert [weight.name for weight in report.prepared[0].weights] == [
+        "experts.*.w1.weight",
+        "experts.*.w1.bias",
+        "experts.*.w3.weight",
+        "experts.*.w2.weight",
+    ]
+    inputs = []
+
+    def compiler(gm, example_inputs):
+        inputs.append(len(example_inputs))
+        return gm.forward
+
+    run = torch.compile(model, backend=moe_compile.backend("grouped_mm", compiler=compiler), fullgraph=True)
+    run(x)
+    assert inputs == [1 + 2 * (2 + 4)]
+    run = compiled(model)
+    check_follows(run, model, x)
+    model[1].experts[2].w3.weight = nn.Parameter(torch.randn(F, D))
+    check_follows(run, model, x)
+    found = moe_compile.explain(model, x, backend="grouped_mm")
+    assert {path for path, _ in found.weights} == {"0", "1"}
+    assert "experts.*.w2.weight" in str(found)
+    moe_compile.release(model)
+    assert not any(ATTRIBUTE in module.__dict__ or "_apply" in module.__dict__ for module in model.modules())
+    for name, p in model.named_parameters():
+        if name != "1.experts.2.w3.weight":
+            assert p is before[name][0]
+            assert torch.equal(p, before[name][1])

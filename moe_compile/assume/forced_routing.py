@@ -40,6 +40,7 @@ def check(program: Program, module: torch.nn.Module, args: tuple[Any, ...], kwar
     # The coarsest dtype that takes part sets what rounding may do.
     floating = [value.dtype for value in state.values() if value.dtype in _LARGEST_ERROR]
     tolerance = max((_LARGEST_ERROR[dtype] for dtype in floating), default=_LARGEST_ERROR[torch.float32])
+    state |= {name: torch.stack([state[path].detach() for path in paths]) for name, paths in program.stacks.items()}
     for given_args, given_kwargs in _sizes(args, kwargs):
         tensors = program.tensors(given_args, given_kwargs)
         if tensors is None:

@@ -16,6 +16,7 @@ from moe_compile.errors import OptionError
 from moe_compile.selection import Experts
 from moe_compile.side_effects import undone
 from moe_compile.spec import ExpertsSpec
+from moe_compile.stacking import StackedWeight, stack, stacked_weights, unstack
 
 # How far around a module that reads data its experts block may reach.
 _LEVELS = 2
@@ -31,6 +32,7 @@ class PreparedBlock:
         source: `file.py:line` of its experts block, None if unknown.
         spec: layout and arithmetic.
         assumed: what had to be assumed and was shown to lose nothing: question, `file.py:line`.
+        weights: the experts' weights that were separate parameters and now lie in one buffer each.
     """
 
     path: str
@@ -38,6 +40,7 @@ class PreparedBlock:
     source: str | None
     spec: ExpertsSpec
     assumed: tuple[tuple[str, str], ...]
+    weights: tuple[StackedWeight, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Preparation:
         if self.prepared:
             rows = [(p.path or "(model)", p.module, p.spec.summary(), len(p.assumed), p.source) for p in self.prepared]
             parts.append(tabulate(rows, ["prepared", "class", "spec", "assumptions", "source"]))
+            weights = [f"weights of {p.path or '(model)'}: {weight}" for p in self.prepared for weight in p.weights]
+            parts += ["\n".join(weights)] if weights else []
         if self.not_prepared:
             rows_n = [(n.path or "(model)", n.module, n.reason, n.source) for n in self.not_prepared]
             parts.append(tabulate(rows_n, ["left alone", "class", "reason", "source"]))
@@ -140,6 +145,7 @@ def release(model: torch.nn.Module) -> None:
     for module in _module(model, "release").modules():
         if prepared_of(module) is not None:
             uninstall(module)
+        unstack(module)
 
 
 def compile(
@@ -189,9 +195,12 @@ def _prepare(call: Call) -> PreparedBlock:
     prepared = Prepared(experts)
     prepared.keep(module, call.args, call.kwargs, program)
     install(module, prepared)
+    if program.stacks:
+        stack(module, program.stacks)
     first = program.matches[0]
     assumed = tuple((a.expression, a.source) for a in program.traced.assumptions)
-    return PreparedBlock(call.path, type(module).__name__, first.source, first.spec, assumed)
+    weights = stacked_weights(module)
+    return PreparedBlock(call.path, type(module).__name__, first.source, first.spec, assumed, weights)
 
 
 def _count_experts(module: torch.nn.Module) -> int:

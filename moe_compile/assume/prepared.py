@@ -21,6 +21,7 @@ from moe_compile.assume.settings import hold
 from moe_compile.assume.trace import CannotAssumeError
 from moe_compile.capture import tracing
 from moe_compile.capture.plan import Interface, plan, traces_for_us
+from moe_compile.stacking import stack, stacked
 
 ATTRIBUTE = "_moe_compile_prepared"
 _MOST_PROGRAMS = 8  # of one module: one for each dtype, mode and kind of arguments that it is called with
@@ -175,7 +176,7 @@ def _swapping(own: Callable[..., Any]) -> Callable[..., Any]:
 def _run(
     program: Program, tags: list[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    state = [_fetch(module, path) for path in program.state]
+    state = [stacked(module, name) if name in program.stacks else _fetch(module, name) for name in program.state]
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return program.graph_module(*tags, *state, *tensors)
 
@@ -199,9 +200,11 @@ def _planned() -> str:
     args, kwargs = tracing.local_values(frame, "args"), tracing.local_values(frame, "kwargs")
     with tracing.suspended():
         name = prepared.find(module, args, kwargs)
-    if not name:
-        return ""
-    program = prepared.programs[name]
+        if not name:
+            return ""
+        program = prepared.programs[name]
+        if program.stacks:
+            stack(module, program.stacks)
     tensors = program.tensors(args, kwargs)
     assert tensors is not None
     tags = []

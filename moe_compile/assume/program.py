@@ -1,6 +1,6 @@
 """A module's forward with its experts blocks in canonical ops: what is traced instead of the module's own code."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from moe_compile.passes.candidates import value_of
 from moe_compile.passes.describe import source_line
 from moe_compile.passes.match import Match
 from moe_compile.passes.recognize import apply, recognize
+from moe_compile.stacking.inputs import stack_inputs
 
 _RESULTS = (tuple, list, dict)
 
@@ -33,16 +34,15 @@ class Program:
             returns what the module returns.
         matches: the experts blocks.
         traced: the trace that it was made from.
+        state: names of the parameters and buffers that it reads, and of its stacks.
+        stacks: name -> the parameters, one of each expert, that it reads as one tensor (E, ...).
     """
 
     graph_module: GraphModule
     matches: tuple[Match, ...]
     traced: Traced
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers that it reads."""
-        return self.traced.state
+    state: tuple[str, ...]
+    stacks: Mapping[str, tuple[str, ...]]
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -119,7 +119,22 @@ def make_program(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str,
     left = next(_data_dependent(gm.graph), None)
     if left is not None:
         raise CannotAssumeError(f"`{left.name}` depends on data outside the experts block", source_line(left))
-    return Program(gm, tuple(matches), traced)
+    parameters = {name for name, _ in module.named_parameters()}
+    state, stacks = _with_stacks(gm, len(matches), traced.state, parameters)
+    return Program(gm, tuple(matches), traced, state, stacks)
+
+
+def _with_stacks(
+    gm: GraphModule, tags: int, state: Sequence[str], parameters: set[str]
+) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """Lets a program read each stack of parameters as one; returns the names of all that it reads, and the stacks."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"][tags : tags + len(state)]
+    stacks = stack_inputs(gm.graph, dict(zip(inputs, state, strict=True)), parameters)
+    gm.graph.lint()
+    gm.recompile()
+    kept = {node for node in gm.graph.nodes if node.op == "placeholder"}
+    own = [name for node, name in zip(inputs, state, strict=True) if node in kept]
+    return (*own, *stacks), stacks
 
 
 def _rewritten(traced: Traced, matches: list[Match]) -> GraphModule:

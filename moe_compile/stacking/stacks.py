@@ -11,7 +11,6 @@ property's value.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, getitem
 from typing import Any
 from weakref import ref
@@ -23,6 +22,7 @@ from moe_compile.capture import tracing
 from moe_compile.errors import StackingError
 from moe_compile.stacking.link import link, make_linkable
 from moe_compile.stacking.memory import convert, lay_out, mismatch, obstacle, take_out
+from moe_compile.stacking.weight import StackedWeight
 
 ATTRIBUTE = "_moe_compile_stacks"
 
@@ -30,23 +30,6 @@ _lock = threading.RLock()
 # id of a parameter -> the stacks whose window it is. No weak references to parameters: `swap_tensors` forbids them.
 _owners: dict[int, ref["Stacks"]] = {}
 _requires_grad = attrgetter("requires_grad")
-
-
-@dataclass(frozen=True)
-class StackedWeight:
-    """One stacked weight of a module.
-
-    Attributes:
-        name: of the group of parameters.
-        num_experts: E.
-        nbytes: size of the buffer in bytes.
-        copied_because: why the weights are copied at every call, None if the parameters are windows of the buffer.
-    """
-
-    name: str
-    num_experts: int
-    nbytes: int
-    copied_because: str | None
 
 
 class Stacks:
