@@ -28,7 +28,7 @@ def stack_inputs(graph: Graph, names: Mapping[Node, str], parameters: Collection
     groups: dict[str, tuple[str, ...]] = {}
     placeholders: dict[tuple[str, ...], Node] = {}
     taken: set[str] = set()
-    last = next(reversed(names), None)
+    last = list(names)[-1] if names else None
     for node in graph.nodes:
         paths = _stacked(node, names)
         if paths is None or last is None or len({*paths} & {*parameters}) < len(paths):
