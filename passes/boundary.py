@@ -14,10 +14,11 @@ the block reads.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_compile.passes.candidates import mutated_arguments, name_of, storage_of
+from moe_compile.passes.candidates import mutated_arguments, name_of, storage_of, value_of
 from moe_compile.passes.match import NotProvenError
 
 Contexts = Mapping[Node, tuple[object, tuple[tuple[object, ...], ...]]]
@@ -117,10 +118,18 @@ class Boundary:
         for node in self.region if self.contexts else ():
             if node > last:
                 break
+            if _is_mask(node):  # the same under any grad mode and any autocast
+                continue
             if self.contexts[node][1] != self.contexts[last][1]:
                 raise NotProvenError(f"{node.name} runs under another autocast than {last.name}", node)
             if self.contexts[node] != self.contexts[last]:
                 raise NotProvenError(f"{node.name} runs in another grad mode than {last.name}", node)
+
+
+def _is_mask(node: Node) -> bool:
+    value = value_of(node)
+    values = value if isinstance(value, tuple | list) else [value]
+    return all(isinstance(v, torch.Tensor) and not (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def find_contexts(graph: Graph) -> Contexts:

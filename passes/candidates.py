@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moe_compile.passes.blocks import META_KEYS
 
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
+PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum"})
 _SORTS = frozenset({"sort", "argsort"})
 _COUNTS = frozenset(
     {"histc", "sum", "cumsum", "float", "bincount", "split", "chunk", "unbind", "_to_copy", "scatter", "scatter_"}
@@ -372,7 +373,7 @@ def _confirmed_form(form: str, region: list[Node]) -> str | None:
     if any(name in GROUPED for name in names):
         return "grouped_mm"
     masks = sum(name in ("where", "nonzero", "nonzero_numpy", "index", "getitem") for name in names)
-    products = sum(name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum") for name in names)
+    products = sum(name in PRODUCTS for name in names)
     if not masks or not products:
         return None
     if form == "grouped_mm":

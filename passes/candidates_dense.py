@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moe_compile.passes.candidates import (
     BUFFERS,
+    PRODUCTS,
     VIEWS,
     Candidate,
     behind_views,
@@ -33,7 +34,6 @@ _FORMS = ("grouped_mm", "batched_mm", "expert_loop", "dense")
 _WEIGHS = frozenset({"mul", "mul_", "imul", "where", "einsum", "bmm", "matmul"})
 _PICKS = frozenset({"gather", "getitem", "index", "take_along_dim"})
 MATRICES = frozenset({"scatter", "scatter_", "one_hot"})
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum"})
 
 
 def find_candidates(gm: GraphModule) -> list[Candidate]:
@@ -96,7 +96,7 @@ def dense_region(
     forward = _sums(touched, weights, numbers, position)
     back, hidden = _experts(forward, weights, root, numbers, position)
     names = {name_of(node) for node in (*forward, *back)}
-    if not touched or not names & _PRODUCTS:
+    if not touched or not names & PRODUCTS:
         return None
     if not hidden:
         # Ids that come from elsewhere than the router: a loop over experts all the same, if there are several.
@@ -224,7 +224,7 @@ def find_mixtures(gm: GraphModule) -> Iterable[Node]:
     for node in gm.graph.nodes:
         if name_of(node) != "stack" or not isinstance(node.args[0], tuple | list) or len(node.args[0]) < 2:
             continue
-        products = all(isinstance(part, Node) and name_of(behind_views(part)) in _PRODUCTS for part in node.args[0])
+        products = all(isinstance(part, Node) and name_of(behind_views(part)) in PRODUCTS for part in node.args[0])
         for user in _through_views(node) if products else ():
             others = [behind_views(o) for o in user.all_input_nodes if behind_views(o) is not node]
             if name_of(user) in _WEIGHS and any(name_of(o) == "softmax" for o in others):

@@ -404,7 +404,9 @@ def unrepeated(block: Block, flat: Node) -> Node | None:
 
 def _number_of_experts(block: Block, products: dict[Node, Product]) -> int:
     numbers = {expression(shape_of(p.weights[0])[0]) if p.stacked else len(p.weights) for p in products.values()}
-    if block.num_experts:
+    # A one-hot may have a class for sentinels; where each expert finds its rows by a mask of its own, it has no rows.
+    masked = all(str(block.facts[node].labels[0]).startswith("R") for node in products)
+    if block.num_experts and not (masked and block.num_experts[0][0] > max(numbers)):
         numbers.add(block.num_experts[0][0])
     if len(numbers) != 1:
         where = next(iter(products))

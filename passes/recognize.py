@@ -33,7 +33,7 @@ from moe_compile.passes import (
 from moe_compile.passes.block import OPEN, Block, merge
 from moe_compile.passes.blocks import META_KEYS
 from moe_compile.passes.boundary import Boundary, Contexts, find_contexts, without_foreign_writes
-from moe_compile.passes.candidates import BUFFERS, GROUPED, Candidate, name_of, storage_of, value_of
+from moe_compile.passes.candidates import BUFFERS, GROUPED, PRODUCTS, Candidate, name_of, storage_of, value_of
 from moe_compile.passes.candidates_dense import find_candidates, find_lookups, find_mixtures
 from moe_compile.passes.canonicalize import write
 from moe_compile.passes.describe import describe, ids_below, ids_differ, module_path, source_line
@@ -121,17 +121,19 @@ def recognize(gm: GraphModule, skip: Callable[[str], bool] = never) -> tuple[lis
 def _without_other_contexts(candidate: Candidate, contexts: Contexts) -> Candidate:
     """Leaves out what stands in front of a block or behind it in another context than it runs in.
 
-    That may be the last view of a frozen router, or a cast after autocast. A fresh buffer is the same in every mode.
+    That may be the last view of a frozen router, or a cast after autocast. A fresh buffer is the same in every mode,
+    and so are masks: a block runs where its products do.
     """
     if not contexts:
         return candidate
     seed = candidate.seed
-    last = max((node for node in candidate.nodes if contexts[node] == contexts[seed]), default=seed)
+    here = contexts[next((node for node in candidate.nodes if name_of(node) in PRODUCTS), seed)]
+    last = max((node for node in candidate.nodes if contexts[node] == here), default=seed)
 
     def belongs(node: Node) -> bool:
-        return seed < node < last or contexts[node] == contexts[seed] or name_of(node) in BUFFERS
+        return seed <= node < last or contexts[node] == here or name_of(node) in BUFFERS
 
-    return replace(candidate, nodes=tuple(filter(belongs, candidate.nodes)), autocast=contexts[seed][1])
+    return replace(candidate, nodes=tuple(filter(belongs, candidate.nodes)), autocast=here[1])
 
 
 def _overlap(candidate: Candidate, nodes: set[Node]) -> bool:
