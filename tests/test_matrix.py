@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,36 @@ def test_an_interrupt_leaves_no_process_and_no_half_written_file(tmp_path):
     assert "Traceback" not in errors
     assert not output.exists()
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_no_worker_starts_once_the_run_is_stopped(monkeypatch):
+    """The interrupt may come while a worker is being made."""
+    from moe_compile.compatibility import runner
+
+    making, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Worker:
+        def __init__(self):
+            making.set()
+            assert go_on.wait(60)
+
+        def run(self, job, timeout):
+            ended.wait(60)
+
+        def end(self):
+            ended.set()
+
+    def interrupted(futures):
+        assert making.wait(60)
+        threading.Timer(0.5, go_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_Worker", Worker)
+    monkeypatch.setattr(runner.concurrent.futures, "as_completed", interrupted)
+    run = runner.Runner("cpu", None, 60, 1).run([Key("eager", None, "float32", False, False)])
+    with pytest.raises(KeyboardInterrupt):
+        next(run)
+    assert ended.is_set()
 
 
 def test_cells_hold_nothing_but_plain_values():

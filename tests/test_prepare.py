@@ -276,7 +276,7 @@ def test_hooks_on_experts_are_refused() -> None:
     model, x = Loop(), torch.randn(9, 16)
     model.experts[1].register_forward_hook(lambda module, args, output: output * 2)
     (refused,) = moe_compile.prepare(model, x).not_prepared
-    assert "experts.1 has forward hooks" in refused.reason
+    assert "experts.1 has hooks" in refused.reason
 
 
 def test_bad_input() -> None:

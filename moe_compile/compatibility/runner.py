@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ class Runner:
         self.device, self.model, self.timeout, self.jobs = device, model, timeout, jobs
         self._workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
+        self._starting = threading.Lock()
+        self._stopped = False
 
     def run(self, keys: Sequence[Key]) -> Iterator[tuple[Key, Outcome]]:
         """Outcomes as they come; closing the iterator, or an exception in it, ends all processes.
@@ -96,6 +99,8 @@ class Runner:
                     yield futures[future], result
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+                with self._starting:  # no worker that starts meanwhile escapes
+                    self._stopped = True
                 for worker in tuple(self._alive):
                     worker.end()
 
@@ -103,8 +108,11 @@ class Runner:
         try:
             worker = self._workers.get_nowait()
         except queue.Empty:
-            worker = _Worker()
-            self._alive.add(worker)
+            with self._starting:
+                if self._stopped:
+                    return Outcome("error", "the run was stopped")
+                worker = _Worker()
+                self._alive.add(worker)
         result = worker.run(job, self.timeout)
         if result is None or (isinstance(result, Outcome) and result.kind == "timeout"):
             self._alive.discard(worker)

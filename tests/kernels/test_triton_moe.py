@@ -7,17 +7,14 @@ import copy
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from zoo import available, relative_error, standalone
 
 import moe_compile
-from moe_compile.auto import auto_name
 from moe_compile.errors import RuleError
 from moe_compile.kernels.triton_moe.tiles import choose_tiles
-from moe_compile.modes import CompileSettings
 from moe_compile.rules import Situation, triton_reasons
 from moe_compile.spec import ExpertsSpec
 
@@ -153,15 +150,6 @@ def test_on_a_cpu_it_is_refused_by_its_rule():
     module, inputs = standalone("qwen3_moe")
     with pytest.raises(RuleError, match="CUDA device"):
         torch.compile(module, backend=moe_compile.backend("triton", compiler="aot_eager"))(*inputs)
-
-
-def test_auto_prefers_it_up_to_a_few_hundred_rows_per_expert():
-    spec = ExpertsSpec(num_experts=8, top_k=2, weight_dtype=torch.bfloat16)
-    situation = Situation("cuda", (9, 0), has_triton=True)
-    assert auto_name(spec, situation, 64) == "triton"
-    assert auto_name(spec, situation, 8192) == "grouped_mm"
-    in_cuda_graphs = replace(situation, settings=CompileSettings("reduce-overhead"))
-    assert auto_name(spec, in_cuda_graphs, 8192) == "triton"
 
 
 def test_blocks_fit_the_shared_memory_of_sm80():

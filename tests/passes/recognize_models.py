@@ -623,7 +623,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "loop, probed": (LoopProbe, "reads"),
     "loop, mask for indices": (LoopMaskAsIndex, "mask"),
     "loop, boolean ids": (LoopBooleanIds, "may repeat"),
-    "loop, capacity": (LoopCapacity, "mask"),
+    "loop, capacity": (LoopCapacity, "capacity"),
     "loop, threshold": (LoopThreshold, "mask"),
     "loop, mean over rows": (LoopRowMean, "reduces over rows"),
     "loop, own norms": (LoopOwnNorm, "differs between experts"),
