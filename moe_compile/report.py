@@ -146,8 +146,8 @@ class Coverage:
     other: int | None
 
     def __str__(self) -> str:
-        other = f", {_megabytes(self.other)} in the rest of the model" if self.other is not None else ""
-        covered, left = _megabytes(self.covered), _megabytes(self.not_covered)
+        other = f", {_size(self.other)} in the rest of the model" if self.other is not None else ""
+        covered, left = _size(self.covered), _size(self.not_covered)
         return f"parameters: {covered} in experts that are rewritten, {left} in experts that are not{other}"
 
 
@@ -240,6 +240,14 @@ class Explanation:
             found.append(("graph breaks", ("graph break", "reason"), rows_k))
         return found
 
+    def remarks(self) -> list[str]:
+        """What is said in sentences, below the tables: what to do, bytes covered, where kernels came from."""
+        said = [UNSEEN_REMEDY] if self.unseen else []
+        if self.blocks or self.unseen:
+            said.append(str(self.coverage))
+        said += [f"{k.name} is {k.version or 'of unknown version'}, {k.source}: {k.origin}" for k in self.kernels]
+        return said
+
     def __str__(self) -> str:
         parts = [self.headline()]
         for title, header, rows in self.tables():
@@ -247,11 +255,7 @@ class Explanation:
                 parts.append("\n".join(f"{header[0]} {name}: {why}" for name, why in rows))
             else:
                 parts.append(tabulate(rows, header))
-        if self.unseen:
-            parts.append(UNSEEN_REMEDY)
-        if self.blocks or self.unseen:
-            parts.append(str(self.coverage))
-        parts += [f"{k.name} is {k.version or 'of unknown version'}, {k.source}: {k.origin}" for k in self.kernels]
+        parts += self.remarks()
         if self.error is not None:
             parts.append(f"does not compile: {self.error}")
         return "\n\n".join(parts)
@@ -264,8 +268,14 @@ _FOUND = {
 }
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _size(count: int) -> str:
+    """Bytes in the largest unit of 1000 that leaves a number of at least one: "49.2 kB", "3.1 GB"."""
+    amount, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.0f} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
 
 
 def _short(source: str | None) -> str:

@@ -1,6 +1,7 @@
 """The documentation: pages equal their data, links lead somewhere, code runs, the site builds."""
 
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_compile.compatibility.matrix import Matrix
+from moe_compile.compatibility.matrix import DTYPES, MODES, Matrix
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,14 @@ def test_measured_pages_equal_their_data():
     assert {"matrix-cpu-torch2.13.md", "matrix-h200-torch2.11.html", "experts-block-h200-torch2.11.md"} <= set(pages)
     for name, content in pages.items():
         assert (DOCS / "measured" / name).read_text() == content, f"run docs/measured/generate.py for {name}"
+
+
+def test_the_measured_cpu_holds_every_combination():
+    cells = Matrix.load(DOCS / "measured" / "matrix-cpu-torch2.13.json").cells
+    experts = ("grouped_mm", "batched_mm", "triton", "eager")
+    combinations = itertools.product(experts, MODES, DTYPES, (False, True), (False, True))
+    assert {tuple(vars(cell.key).values()) for cell in cells} == set(combinations)
+    assert all(cell.outcome is not None for cell in cells)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

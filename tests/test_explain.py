@@ -193,3 +193,21 @@ def test_reports_do_not_use_up_dynamos_limits_nor_drop_what_was_compiled():
 def test_a_key_that_matches_nothing_is_why_the_model_does_not_compile(qwen3):
     explanation = explain(qwen3, backend={"": "grouped_mm", "model.layer.0.*": "eager"})
     assert "matches none" in explanation.error
+
+
+def test_the_page_of_a_notebook_says_what_the_text_says(qwen3):
+    explanation = explain(qwen3, backend="grouped_mm")
+    coverage = explanation.coverage
+    assert coverage.covered == 2 * 3 * 8 * 64 * 48 * 4  # layers, projections, E, D, F, bytes of float32
+    assert str(coverage).startswith(
+        "parameters: 589.8 kB in experts that are rewritten, 0 bytes in experts that are not"
+    )
+    assert str(coverage) in str(explanation)
+    assert str(coverage) in explanation._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (10**12, "1.0 TB")]
+)
+def test_bytes_are_told_in_a_unit_that_shows_them(count, text):
+    assert str(moe_compile.report.Coverage(count, 0, None)).startswith(f"parameters: {text} in experts")

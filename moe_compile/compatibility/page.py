@@ -30,7 +30,7 @@ td[tabindex] .why { display: none; position: absolute; left: 0; top: 100%; z-ind
   box-shadow: 0 3px 12px #0004; }
 td[tabindex]:hover .why, td[tabindex]:focus .why { display: block; }
 td:nth-last-child(-n+2) .why { left: auto; right: 0; }
-.key span { padding: .1rem .5rem; margin-right: .5rem; border: 1px solid var(--line); }
+.key span { display: inline-block; padding: .1rem .5rem; margin: 0 .5rem .3rem 0; border: 1px solid var(--line); }
 sup a { text-decoration: none; }
 """
 
