@@ -1,6 +1,7 @@
 """The documentation: pages equal their data, links lead somewhere, code runs, the site builds."""
 
 import importlib.util
+import inspect
 import itertools
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_compile import errors
 from moe_compile.compatibility.matrix import DTYPES, MODES, Matrix
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 
@@ -104,6 +106,14 @@ def test_every_message_in_troubleshooting_is_one_that_the_code_says():
         for message in heading.split("`, `"):
             fixed = max(re.split(r"\.\.\.|fp8|'$|^triton ", message), key=len).strip(" (':)")
             assert fixed in code, message
+
+
+def test_troubleshooting_has_every_class():
+    listed = re.findall(r"^\| `(\w+)` \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    classes = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert sorted(listed) == sorted(classes - {"MoeCompileError"})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs the docs extra")
