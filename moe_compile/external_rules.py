@@ -100,9 +100,9 @@ def _dtype_reasons(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
 
 def _alignment_reasons(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
     unit = _MULTIPLES[name]
-    sizes = (("hidden", spec.hidden_size), ("intermediate", spec.intermediate_size))
+    sizes = (("a hidden", spec.hidden_size), ("an intermediate", spec.intermediate_size))
     return tuple(
-        f"{name} needs a {what} size that is a multiple of {unit}, not {size}"
+        f"{name} needs {what} size that is a multiple of {unit}, not {size}"
         for what, size in sizes
         if size is not None and size % unit
     )
@@ -124,9 +124,9 @@ def _quantised_reasons(name: str, spec: ExpertsSpec, situation: Situation) -> tu
         reasons += (f"{name} takes FP8 weights with a scale per block of {blocks}, here it is {spec.block_size}",)
     if spec.quantisation == "fp8" and spec.block_size == (1, 128) and not blackwell:
         reasons += (f"{name} reads scales per row from SM100 on, before it takes one per block of (128, 128)",)
-    sizes = (("hidden", spec.hidden_size), ("intermediate", spec.intermediate_size))
+    sizes = (("a hidden", spec.hidden_size), ("an intermediate", spec.intermediate_size))
     reasons += tuple(
-        f"{name} needs a {what} size that is a multiple of {FP8_BLOCK}, not {size}"
+        f"{name} needs {what} size that is a multiple of {FP8_BLOCK}, not {size}"
         for what, size in sizes
         if size is not None and size % FP8_BLOCK
     )

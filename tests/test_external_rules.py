@@ -45,7 +45,7 @@ def test_both_run_in_every_mode(mode, fullgraph, dynamic):
         ({"weight_dtype": torch.float16}, "bfloat16 weights, these are torch.float16"),
         ({"weight_dtype": torch.float32}, "bfloat16 weights, these are torch.float32"),
         ({"hidden_size": 520}, "hidden size that is a multiple of 64, not 520"),
-        ({"intermediate_size": 100}, "intermediate size that is a multiple of 64, not 100"),
+        ({"intermediate_size": 100}, "needs an intermediate size that is a multiple of 64, not 100"),
     ],
 )
 def test_deepgemm_names_what_it_does_not_take(changes, words):
