@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from moe_compile import decoding
 from moe_compile.capture import tracing
 from moe_compile.capture.sub_configs import sub_configs
-from moe_compile.compilers import Compiler, check_compiler, compile_graph, reset_compiler
+from moe_compile.compilers import check_compiler, compile_graph, reset_compiler
 from moe_compile.decision import OnReject, check_on_reject
 from moe_compile.errors import FallbackWarning, NoExpertsWarning, SelectionError, UnseenExpertsWarning
 from moe_compile.kernels.external.environment import describe_environment
 from moe_compile.kernels.external.loading import registered_loaders
-from moe_compile.modes import CompileSettings, resolve_settings
+from moe_compile.modes import Compiler, CompileSettings, resolve_settings
 from moe_compile.report import UNSEEN_REMEDY, Block, GraphSummary, Rejected, Unseen
 from moe_compile.rewriter import Rewriter
 from moe_compile.rules import Override, Situation
@@ -114,7 +114,7 @@ class MoeBackend:
         Raises:
             MoeCompileError: a child of it for every combination that is not legal, before anything is compiled.
         """
-        settings = resolve_settings(mode, options)
+        settings = self.settings(mode, options)
         translator = tracing.root_translator()
         captured = self._captured.get(translator, {}) if translator is not None else {}
         situation = situation_of(example_inputs, settings, translator is not None and translator.one_graph)
@@ -204,6 +204,14 @@ class MoeBackend:
         return {**dict(selection.entries), **seen}
 
     # What capture calls, while Dynamo traces -------------------------------------------------------------------------
+
+    def settings(self, mode: str | None, options: Mapping[str, Any] | None) -> CompileSettings:
+        """What the blocks are judged by: the words of `torch.compile`, checked, and what compiles their graph.
+
+        Raises:
+            OptionError: for a mode or an option that does not exist.
+        """
+        return resolve_settings(mode, options, self.compiler)
 
     def selection_now(self, translator: tracing.InstructionTranslator | None, device_type: str) -> Selection:
         """The choice at this stage of generation, which guards the code that is being compiled."""

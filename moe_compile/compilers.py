@@ -8,9 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from moe_compile.errors import OptionError
-from moe_compile.modes import CompileSettings, nearest
-
-Compiler = str | Callable[..., Callable[..., Any]]
+from moe_compile.modes import Compiler, CompileSettings, nearest
 
 
 def check_compiler(compiler: Compiler) -> Compiler:
@@ -39,16 +37,17 @@ def compile_graph(
     Args:
         compiler: "inductor", another Dynamo backend's name, or a function of a graph module and its inputs.
         settings: compile mode and Inductor options. Inductor gets exactly these; another compiler gets `mode` and
-            `options` if it has parameters of those names, as `torch.compile` would pass them.
+            `options`, as `torch.compile` would pass them, if it has a parameter of that name or `**kwargs`.
         gm: the graph, without canonical ops.
         example_inputs: what Dynamo passed along with it.
     """
     if compiler == "inductor":
         return inductor(settings)(gm, example_inputs)
     function = torch._dynamo.lookup_backend(compiler)
-    accepted = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {"mode": settings.mode, "options": dict(settings.options) or None}
-    keywords = {name: value for name, value in given.items() if value is not None and name in accepted}
+    keywords = {name: value for name, value in given.items() if value is not None and (takes_any or name in parameters)}
     return function(gm, example_inputs, **keywords)
 
 

@@ -123,8 +123,8 @@ def _can_branch(situation: Situation) -> bool:
 
 def _remedy(legal: list[str], situation: Situation) -> str:
     advice = [f"Use experts={' or '.join(map(repr, legal))}"] if legal else []
-    if situation.settings.cuda_graphs:
-        advice.append('mode="max-autotune-no-cudagraphs"')
+    if situation.settings.without_cuda_graphs is not None:
+        advice.append(situation.settings.without_cuda_graphs)
     if situation.fullgraph and "eager" not in legal:
         advice.append("fullgraph=False for the model's own code")
     return ", or ".join(advice) or 'Pass on_reject="keep" to leave the model\'s own code'

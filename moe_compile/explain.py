@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -16,7 +16,7 @@ from moe_compile.capture import tracing
 from moe_compile.decision import OnReject
 from moe_compile.errors import FallbackWarning, UnseenExpertsWarning
 from moe_compile.kernels.external.loading import LoadedKernel, loaded_kernels
-from moe_compile.modes import resolve_settings
+from moe_compile.modes import CompileSettings, resolve_settings
 from moe_compile.report import Coverage, Explanation, GraphBreak
 from moe_compile.selection import Experts
 from moe_compile.side_effects import undone
@@ -124,7 +124,11 @@ class _Recorder(MoeBackend):
         selection = original.choice.selection
         super().__init__(dict(selection.entries), policy, _run_as_it_is, selection.decode)
         self.override = original.override
+        self._judged_by = original.settings
         self.codes: dict[CodeType, None] = {}
+
+    def settings(self, mode: str | None, options: Mapping[str, Any] | None) -> CompileSettings:
+        return self._judged_by(mode, options)
 
     def note_attempt(self, attempt: tracing.Attempt) -> None:
         self.codes[attempt.code] = None

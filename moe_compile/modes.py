@@ -1,7 +1,7 @@
 """Compile modes and Inductor options: validated once, then one object that the rules and the compiler read."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,37 +10,55 @@ from torch._inductor import list_mode_options
 
 from moe_compile.errors import OptionError
 
+Compiler = str | Callable[..., Callable[..., Any]]
+
+_CUDAGRAPHS = "triton.cudagraphs"
+
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """What `torch.compile` was asked for, besides the model.
+    """What `torch.compile` was asked for, besides the model, and what compiles the graph.
 
     Attributes:
         mode: one of Inductor's modes, None for the default one.
         options: Inductor options given by the user, on top of the mode's.
-        cuda_graphs: whether the compiled code is replayed as CUDA graphs, by mode, option or Inductor's own config.
+        compiler: "inductor", another Dynamo backend's name, or a function of a graph module and its inputs.
+        cuda_graphs: whether the compiled code is replayed as CUDA graphs, by compiler, option, mode or Inductor's own
+            config.
     """
 
     mode: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    compiler: Compiler = "inductor"
 
     @property
     def cuda_graphs(self) -> bool:
-        enabled = torch._inductor.config.triton.cudagraphs
-        enabled = list_mode_options().get(self.mode or "default", {}).get("triton.cudagraphs", enabled)
-        return bool(_option(self.options, "triton.cudagraphs", enabled))
+        return self._cuda_graphs is not None
 
     @property
     def label(self) -> str:
-        """How messages name these settings."""
-        named = f"mode={self.mode!r}"
-        if "triton.cudagraphs" in self.options and self.cuda_graphs:
-            return 'options={"triton.cudagraphs": True}'
-        return named
+        """How messages name what asks for CUDA graphs, the mode where nothing does."""
+        return self._cuda_graphs[0] if self._cuda_graphs is not None else f"mode={self.mode!r}"
 
+    @property
+    def without_cuda_graphs(self) -> str | None:
+        """What to ask for instead of CUDA graphs, None where nothing asks for them."""
+        return self._cuda_graphs[1] if self._cuda_graphs is not None else None
 
-def _option(options: Mapping[str, Any], name: str, default: Any) -> Any:
-    return {key.replace("-", "_"): value for key, value in options.items()}.get(name, default)
+    @property
+    def _cuda_graphs(self) -> tuple[str, str] | None:
+        """What asks for CUDA graphs, and the remedy."""
+        # Dynamo's backend of that name carries it, so that the object itself is recognised as well.
+        if getattr(self.compiler, "compiler_name", self.compiler) == "cudagraphs":
+            return 'compiler="cudagraphs"', 'compiler="inductor"'
+        if _CUDAGRAPHS in self.options:
+            asked = f'options={{"{_CUDAGRAPHS}": True}}', f'options={{"{_CUDAGRAPHS}": False}}'
+            return asked if self.options[_CUDAGRAPHS] else None
+        of_mode = list_mode_options().get(self.mode or "default", {})
+        if _CUDAGRAPHS in of_mode:
+            return (f"mode={self.mode!r}", 'mode="max-autotune-no-cudagraphs"') if of_mode[_CUDAGRAPHS] else None
+        config = f"torch._inductor.config.{_CUDAGRAPHS}"
+        return (config, f"{config} = False") if torch._inductor.config.triton.cudagraphs else None
 
 
 def nearest(name: object, known: list[str]) -> str:
@@ -49,12 +67,15 @@ def nearest(name: object, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def resolve_settings(mode: str | None, options: Mapping[str, Any] | None) -> CompileSettings:
+def resolve_settings(
+    mode: str | None, options: Mapping[str, Any] | None, compiler: Compiler = "inductor"
+) -> CompileSettings:
     """Checks a compile mode and Inductor options.
 
     Args:
         mode: a mode of `torch.compile`, None or "default" for the default one.
         options: Inductor options, as `torch._inductor.list_options()` names them.
+        compiler: what compiles the graph, checked before.
 
     Returns:
         The settings, with "default" turned into None.
@@ -77,4 +98,4 @@ def resolve_settings(mode: str | None, options: Mapping[str, Any] | None) -> Com
             raise OptionError(
                 f"options={dict(options)!r}", found, "torch._inductor.list_options() names them all"
             ) from error
-    return CompileSettings(None if mode == "default" else mode, dict(options or {}))
+    return CompileSettings(None if mode == "default" else mode, dict(options or {}), compiler)

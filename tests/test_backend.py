@@ -90,6 +90,21 @@ def test_grouped_mm_is_refused_in_cuda_graph_modes(qwen3, settings, fullgraph):
     assert not compiled
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_grouped_mm_is_refused_where_the_compiler_records_cuda_graphs(qwen3, by_name):
+    options = {"experts": "grouped_mm", "compiler": "cudagraphs"}
+    chosen = {"backend": "moe_compile", "options": options} if by_name else {"backend": moe_compile.backend(**options)}
+    with pytest.raises(RuleError, match=r'compiler="cudagraphs" uses.*batched_mm.*compiler="inductor"'):
+        torch.compile(qwen3[0], fullgraph=True, **chosen)(**qwen3[1])
+
+
+def test_explain_judges_by_the_compiler_as_well(qwen3):
+    backend = moe_compile.backend("grouped_mm", compiler="cudagraphs")
+    blocks = moe_compile.explain(qwen3[0], **qwen3[1], backend=backend).blocks
+    assert all('compiler="cudagraphs"' in block.reasons["grouped_mm"] for block in blocks)
+    assert [block.chosen for block in blocks] == [None, None]
+
+
 @pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
 def test_grouped_mm_is_legal_in_the_other_modes(qwen3, mode):
     error, _ = run(qwen3, make(), mode=mode, fullgraph=True)

@@ -70,6 +70,44 @@ def test_the_option_counts_as_a_cuda_graph_mode():
         assert not resolve_settings(None, {option: False}).cuda_graphs
 
 
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("compiler", ["cudagraphs", torch._dynamo.lookup_backend("cudagraphs")])
+def test_the_compiler_that_only_records_cuda_graphs_counts_as_using_them(mode, compiler):
+    settings = resolve_settings(mode, None, compiler)
+    assert settings.cuda_graphs
+    situation = Situation(settings=settings)
+    reasons = all_reasons(ExpertsSpec(weight_dtype=torch.bfloat16), situation)
+    assert 'compiler="cudagraphs"' in reasons["grouped_mm"][0]
+    assert not reasons["batched_mm"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "asked", "remedy"),
+    [
+        (CompileSettings("reduce-overhead"), False, "mode='reduce-overhead'", 'mode="max-autotune-no-cudagraphs"'),
+        (
+            CompileSettings(options={"triton.cudagraphs": True}),
+            False,
+            'options={"triton.cudagraphs": True}',
+            'options={"triton.cudagraphs": False}',
+        ),
+        (CompileSettings(compiler="cudagraphs"), False, 'compiler="cudagraphs"', 'compiler="inductor"'),
+        (
+            CompileSettings("max-autotune-no-cudagraphs"),
+            True,
+            "torch._inductor.config.triton.cudagraphs",
+            "torch._inductor.config.triton.cudagraphs = False",
+        ),
+    ],
+)
+def test_the_remedy_takes_back_what_asked_for_cuda_graphs(settings, config, asked, remedy):
+    spec, situation = ExpertsSpec(weight_dtype=torch.bfloat16), Situation(settings=settings)
+    with torch._inductor.config.patch("triton.cudagraphs", config), pytest.raises(RuleError) as caught:
+        decide("grouped_mm", spec, situation, tokens=4, where="here", on_reject="error", warn=pytest.fail)
+    assert f"which {asked} uses" in caught.value.found
+    assert remedy in caught.value.remedy
+
+
 def test_every_mode_of_inductor_has_a_rule():
     for mode in list_mode_options():
         settings = resolve_settings(mode, None)
@@ -119,15 +157,29 @@ def test_inductor_gets_exactly_the_options_of_the_mode(monkeypatch, settings, ex
     assert received == [expected]
 
 
-def test_another_compiler_gets_mode_and_options_if_it_has_room_for_them():
-    received = {}
+OPTIONS = {"epilogue_fusion": True}
 
-    def compiler(gm, inputs, *, mode=None, options=None):
-        received.update(mode=mode, options=options)
+
+@pytest.mark.parametrize("settings", [{"mode": "reduce-overhead"}, {"options": OPTIONS}, {}])
+def test_another_compiler_gets_mode_and_options_if_it_has_room_for_them(settings):
+    received = []
+
+    def by_name(gm, inputs, *, mode=None, options=None):
+        received.append({"mode": mode, "options": options})
+        return gm.forward
+
+    def of_any_name(gm, inputs, **kwargs):
+        received.append(kwargs)
+        return gm.forward
+
+    def without(gm, inputs):
+        received.append({})
         return gm.forward
 
     module, inputs = standalone("qwen3_moe")
-    backend = moe_compile.backend("batched_mm", compiler=compiler)
-    with torch.no_grad():
-        torch.compile(module, backend=backend, mode="reduce-overhead")(*inputs)
-    assert received == {"mode": "reduce-overhead", "options": None}
+    for compiler in (by_name, of_any_name, without):
+        torch._dynamo.reset()
+        backend = moe_compile.backend("batched_mm", compiler=compiler)
+        with torch.no_grad():
+            torch.compile(module, backend=backend, **settings)(*inputs)
+    assert received == [{"mode": None, "options": None, **settings}, settings, {}]

@@ -16,7 +16,7 @@ from moe_compile.capture import tracing
 from moe_compile.capture.sub_configs import sub_config_of
 from moe_compile.decision import decide
 from moe_compile.errors import BlockInputError
-from moe_compile.modes import CompileSettings, resolve_settings
+from moe_compile.modes import CompileSettings
 from moe_compile.report import Block, Found
 from moe_compile.rewriter import token_count, unique_tag
 from moe_compile.rules import Situation
@@ -152,10 +152,11 @@ def owner_of(call: tracing.CompilerCall) -> tuple[MoeBackend | None, CompileSett
     from moe_compile.by_name import backend_for, is_entry_point, split_options  # which captures when it is imported
 
     if isinstance(call.compiler, MoeBackend):
-        return call.compiler, resolve_settings(call.mode, call.options)
+        return call.compiler, call.compiler.settings(call.mode, call.options)
     if is_entry_point(call.compiler):
         ours, mode, options = split_options(call.mode, call.options)
-        return backend_for(ours), resolve_settings(mode, options)
+        owner = backend_for(ours)
+        return owner, owner.settings(mode, options)
     return None, CompileSettings()
 
 
