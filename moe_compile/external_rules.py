@@ -23,7 +23,7 @@ def deepgemm_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]
     """DeepGEMM: SM90 and SM100, bf16, FP8 and FP4 experts, inference, every mode."""
     reasons: tuple[str, ...] = _machine_reasons("deepgemm", situation)
     if spec.quantisation is None:
-        reasons += _dtype_reasons("deepgemm", spec) + _alignment_reasons("deepgemm", spec)
+        reasons += _dtype_reasons("deepgemm", spec) + _alignment_reasons("deepgemm", spec, _MULTIPLES["deepgemm"])
     else:
         reasons += _quantised_reasons("deepgemm", spec, situation)
     if situation.training:
@@ -70,7 +70,7 @@ def sonicmoe_reasons(spec: ExpertsSpec, situation: Situation) -> tuple[str, ...]
     if spec.quantisation is not None:
         reasons += (f"sonicmoe takes bfloat16 weights, these are {spec.quantisation}",)
     else:
-        reasons += _dtype_reasons("sonicmoe", spec) + _alignment_reasons("sonicmoe", spec)
+        reasons += _dtype_reasons("sonicmoe", spec) + _alignment_reasons("sonicmoe", spec, _MULTIPLES["sonicmoe"])
     if not spec.gated:
         reasons += ("sonicmoe needs a gated first projection",)
     elif spec.gate.kind not in GATES:
@@ -98,8 +98,7 @@ def _dtype_reasons(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
     return (f"{name} takes bfloat16 weights, these are {spec.weight_dtype}",)
 
 
-def _alignment_reasons(name: str, spec: ExpertsSpec) -> tuple[str, ...]:
-    unit = _MULTIPLES[name]
+def _alignment_reasons(name: str, spec: ExpertsSpec, unit: int) -> tuple[str, ...]:
     sizes = (("a hidden", spec.hidden_size), ("an intermediate", spec.intermediate_size))
     return tuple(
         f"{name} needs {what} size that is a multiple of {unit}, not {size}"
@@ -124,12 +123,7 @@ def _quantised_reasons(name: str, spec: ExpertsSpec, situation: Situation) -> tu
         reasons += (f"{name} takes FP8 weights with a scale per block of {blocks}, here it is {spec.block_size}",)
     if spec.quantisation == "fp8" and spec.block_size == (1, 128) and not blackwell:
         reasons += (f"{name} reads scales per row from SM100 on, before it takes one per block of (128, 128)",)
-    sizes = (("a hidden", spec.hidden_size), ("an intermediate", spec.intermediate_size))
-    reasons += tuple(
-        f"{name} needs {what} size that is a multiple of {FP8_BLOCK}, not {size}"
-        for what, size in sizes
-        if size is not None and size % FP8_BLOCK
-    )
+    reasons += _alignment_reasons(name, spec, FP8_BLOCK)
     if spec.bias:
         reasons += (f"{name} adds no bias to quantised projections",)
     if spec.transposed:
