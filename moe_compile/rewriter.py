@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from moe_compile.decision import OnReject, decide
+from moe_compile.errors import KernelLoadError, RequirementError
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.journey import Journey
 from moe_compile.passes import Lowering, run_passes
@@ -119,9 +120,31 @@ class Rewriter:
 
     def lowering(self, block: CanonicalBlock) -> Lowering | None:
         if block.tag in self._branches:
-            return EXPERTS_BACKENDS[self._branches[block.tag][1]].lower
+            tag, chosen = self._branches[block.tag]
+            return self._lowering(chosen, self.blocks[tag])
         record = self.blocks.get(_tag(block)) or self._note_written(block)
-        return EXPERTS_BACKENDS[record.chosen].lower if record.chosen is not None else None
+        return self._lowering(record.chosen, record) if record.chosen is not None else None
+
+    def _lowering(self, name: str, record: Block) -> Lowering | None:
+        """A backend's lowering; the next legal one's where its kernel cannot be loaded, which shows only now."""
+        lower = EXPERTS_BACKENDS[name].lower
+        names = list(EXPERTS_BACKENDS)
+        others = [n for n in names if n not in record.reasons and n != name and EXPERTS_BACKENDS[n].lower is not None]
+        if lower is None or not others or (self.on_reject != "fallback" and record.ladder is None):
+            return lower
+
+        def lower_or_next(gm: GraphModule, block: CanonicalBlock) -> Lowered:
+            try:
+                return lower(gm, block)
+            except (RequirementError, KernelLoadError) as error:
+                reasons = {**record.reasons, name: f"{error.asked}: {error.found}"}
+            self.warn(f"experts={name!r}: {reasons[name]}. {others[0]} runs instead.")
+            following = self._lowering(others[0], replace(record, reasons=reasons))
+            assert following is not None
+            outcome = following(gm, block)
+            return Lowered(outcome.name, {**outcome.reasons, name: reasons[name]})
+
+        return lower_or_next
 
     def _note_written(self, block: CanonicalBlock) -> Block:
         """Decides on canonical ops that a user wrote."""

@@ -18,6 +18,9 @@ from external_kernels import (
     write_package,
 )
 
+from moe_compile import external
+from moe_compile.compatibility.machine import Machine
+from moe_compile.diagnosis import Diagnosis
 from moe_compile.errors import KernelLoadError, KernelResultError, RegistrationError, RequirementError
 from moe_compile.external import external_kernels, loaded_kernels, register_loader
 from moe_compile.kernels.external import deepgemm, loading
@@ -98,12 +101,45 @@ def test_an_installed_distribution_is_taken_where_the_hub_has_none(monkeypatch, 
     assert "deep_gemm" not in sys.modules
 
 
+def test_offline_the_hubs_cache_is_read_alone(monkeypatch, tmp_path):
+    pytest.importorskip("kernels")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RequirementError, match="not available in the local cache"):
+        load_kernel("deepgemm")
+    repository, commit = tmp_path / "kernels--kernels-community--deep-gemm", "c0ffee" * 6 + "beef"
+    write_local_kernel(repository / "snapshots" / commit, "deep_gemm", DEEP_GEMM)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v2").write_text(commit)
+    report = load_kernel("deepgemm").report
+    assert (report.source, report.version) == ("kernels package", "2")
+    assert commit in report.origin
+
+
+def test_kernels_are_loaded_on_demand_for_reports(monkeypatch, tmp_path):
+    module = stand_in(tmp_path)
+    register_loader("deepgemm", lambda: module)
+    register_loader("sonicmoe", lambda: 1 / 0)
+    monkeypatch.setattr(external, "_describe", lambda loaders: replace(HOPPER, loaders=loaders))
+    assert [status.loaded for status in external_kernels()] == [None] * 3
+    found = {status.name: status for status in external_kernels(load=True)}
+    assert found["deepgemm"].loaded.origin == module.__file__
+    assert found["deepgemm"].error is None
+    assert "ZeroDivisionError" in found["sonicmoe"].error
+    assert "SM100" in found["deepgemm_megamoe"].missing[0]
+    assert found["deepgemm_megamoe"].error is None
+    report = Diagnosis((Machine.here("cpu"),), (), tuple(found.values()), ())
+    assert not report.healthy
+    assert module.__file__ in str(report).replace("\n", "").replace(" ", "")
+
+
 def test_nothing_to_load_names_every_source():
     pytest.importorskip("kernels")
     with pytest.raises(ImportError, match="no source offers it") as caught:
         load_kernel("deepgemm")
     assert isinstance(caught.value, RequirementError)
-    for word in ("registered loader", "kernels package", "installed distribution", "pip install kernels"):
+    for word in ("registered loader", "kernels package", "installed distribution", "pip install sgl-deep-gemm"):
         assert word in str(caught.value)
     assert loaded_kernels() == ()
 

@@ -1,5 +1,7 @@
 """What kernels of other projects need: every branch on described machines, and the description of made-up ones."""
 
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ from external_kernels import BLACKWELL, HOPPER
 
 from moe_compile.external import describe_environment, external_kernels
 from moe_compile.kernels.external import environment as environment_module
-from moe_compile.kernels.external.environment import Environment, Toolkit, find_toolkit
+from moe_compile.kernels.external.environment import Environment, Toolkit, find_toolkit, parse_local_kernels
 from moe_compile.kernels.external.requirements import KERNELS, missing_requirements, parse_version, sources
 
 
@@ -39,6 +41,7 @@ def with_version(distribution, version):
         ("sonicmoe", replace(HOPPER, capability=(12, 0))),
         ("sonicmoe", replace(with_version("nvidia-cutlass-dsl", "4.4.2"), modules=frozenset({"sonicmoe"}))),
         ("sonicmoe", replace(HOPPER, distributions={}, loaders=frozenset({"sonicmoe"}))),
+        ("deepgemm", replace(HOPPER, local_kernels={"nonsense": None}, loaders=frozenset({"deepgemm"}))),
     ],
 )
 def test_nothing_is_missing(name, environment):
@@ -64,6 +67,16 @@ def test_nothing_is_missing(name, environment):
             replace(with_version("nvidia-cutlass-dsl", "4.3.0"), modules=frozenset({"sonicmoe"})),
             [">= 4.4.2", "4.3.0 is installed"],
         ),
+        (
+            "sonicmoe",
+            replace(
+                with_version("nvidia-cutlass-dsl", "4.4.2"),
+                modules=frozenset({"sonicmoe"}),
+                local_kernels={"kernels-community/sonic-moe": "/here"},
+            ),
+            [">= 4.6.0", "4.4.2 is installed"],
+        ),
+        ("deepgemm", replace(HOPPER, local_kernels={"nonsense": None}), ["LOCAL_KERNELS", "'nonsense'"]),
         ("deepgemm", replace(HOPPER, toolkit=None), ["nvcc 12.3", "CUDA_HOME, CUDA_PATH, PATH", "/usr/local/cuda"]),
         ("deepgemm", replace(HOPPER, toolkit=toolkit(has_nvcc=False, version=None)), ["runtime-only", "/opt/cuda"]),
         ("deepgemm", replace(HOPPER, toolkit=toolkit(version=None)), ["cannot be read", "CUDA_HOME"]),
@@ -97,6 +110,14 @@ def test_what_is_missing_is_named_with_how_to_get_it(name, environment, words):
             ),
         ),
         (replace(without("kernels"), modules=frozenset({"deep_gemm"})), ("the installed deep_gemm",)),
+        (
+            replace(HOPPER, offline=True),
+            ("kernels-community/deep-gemm version 2 from its cache alone (HF_HUB_OFFLINE), by kernels 0.17.2",),
+        ),
+        (
+            replace(HOPPER, offline=True, local_kernels={"kernels-community/deep-gemm": "/here"}),
+            ("kernels-community/deep-gemm in /here (LOCAL_KERNELS), by kernels 0.17.2",),
+        ),
     ],
 )
 def test_where_a_kernel_would_be_looked_for(environment, expected):
@@ -182,6 +203,27 @@ def test_describing_this_machine_follows_what_changes(tmp_path, monkeypatch):
         environment_module, "_stamp", lambda folder, stamp=environment_module._stamp: (*stamp(folder), 1)
     )
     assert "sonicmoe" in describe_environment().modules
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, {}), ("a/b=/c", {"a/b": "/c"}), ("a/b=/c:d/e=/f=g", {"a/b": "/c", "d/e": "/f=g"}), ("", {"": None})],
+)
+def test_local_kernels_are_read_as_the_package_reads_them(text, expected, monkeypatch):
+    assert parse_local_kernels(text) == expected
+    if text is not None:
+        monkeypatch.setenv("LOCAL_KERNELS", text)
+        assert describe_environment().local_kernels == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_offline_is_what_the_hubs_client_takes_for_it(text, expected, monkeypatch):
+    monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", text)
+    assert describe_environment().offline is expected
+    # Once it is imported, the variable changes nothing any more.
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", types.SimpleNamespace(HF_HUB_OFFLINE=not expected))
+    assert describe_environment().offline is not expected
 
 
 def test_the_status_of_every_kernel_is_data():

@@ -1,6 +1,7 @@
 """`deepgemm` and `sonicmoe` from backend to numbers, on stand-ins that keep the real kernels' contract."""
 
 import copy
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from torch.nn import functional
 from zoo import relative_error, standalone
 
 import moe_compile
-from moe_compile.errors import RewriteError
+from moe_compile import decision
+from moe_compile.auto import Ladder, Rung
+from moe_compile.errors import FallbackWarning, RewriteError
 from moe_compile.experts_backends import EXPERTS_BACKENDS
 from moe_compile.external import loaded_kernels, register_loader
 from moe_compile.passes.blocks import find_canonical_blocks, is_canonical
@@ -223,12 +226,41 @@ def test_gates_are_read_off_their_operators(gate, expected):
 
 
 @torch.no_grad()
-def test_reports_say_what_was_loaded():
+def test_reports_say_what_was_loaded(stand_ins):
+    frames = []
+
+    def loader():
+        frames.extend(frame.name for frame in traceback.extract_stack())
+        return stand_ins["deepgemm"]
+
+    register_loader("deepgemm", loader)
+    compiled("grouped_mm")[0](make_inputs(3, dtype=BF16))
     call, _ = compiled("deepgemm")
+    assert frames == []
     call(make_inputs(3, dtype=BF16))
+    assert "call_user_compiler" in frames, "it is loaded once the graph has been traced"
     (kernel,) = [kernel for kernel in loaded_kernels() if kernel.name == "deepgemm"]
     assert kernel.source == "registered loader"
     assert kernel.origin.endswith("deepgemm/__init__.py")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("experts", "policy", "broken"), [("deepgemm", "fallback", lambda: 1 / 0), ("auto", "error", lambda: object())]
+)
+def test_the_next_backend_runs_where_a_kernel_cannot_be_loaded(experts, policy, broken, monkeypatch):
+    register_loader("deepgemm", broken)
+    ladder = Ladder((Rung("deepgemm", 0, None),), "made up")
+    monkeypatch.setattr(decision, "find_ladder", lambda spec, situation: ladder)
+    module, inputs = standalone("qwen3_moe", BF16)
+    backend = moe_compile.backend(experts, compiler="aot_eager", on_reject=policy)
+    torch._dynamo.reset()
+    with pytest.warns(FallbackWarning, match="'deepgemm': loading deepgemm .* grouped_mm runs instead"):
+        output = torch.compile(module, backend=backend, fullgraph=True)(*inputs)
+    assert relative_error(output.float(), module(*inputs).float()) < 0.01
+    (block,) = backend.blocks.values()
+    assert block.chosen.startswith("grouped_mm")
+    assert "loading deepgemm" in block.reasons["deepgemm"]
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """FP8 and FP4 experts through `deepgemm`, and Mega MoE, on stand-ins that keep the real kernels' contract."""
 
+import types
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,24 @@ def test_layers_of_one_shape_share_the_buffer(group):
     kernel = load_kernel("deepgemm_megamoe").module
     assert len(kernel.SymmBuffer.made) == 1
     assert len(kernel.TRANSFORMED) == 3
+
+
+@torch.no_grad()
+def test_ids_are_counted_over_all_ranks(monkeypatch):
+    monkeypatch.setattr(megamoe, "_resolve", lambda group: types.SimpleNamespace(size=lambda: 2))
+    module, (x, ids, weights) = Block("fp4"), inputs(6)
+    ids[:, 0] = torch.tensor([0, E - 1, E, 2 * E - 1, 2 * E, -1])
+    ids[:, 1] = -1
+    kernel = load_kernel("deepgemm_megamoe")
+    run = lambda out, first, second, buffer, activation_clamp: out.zero_()  # noqa: E731
+    monkeypatch.setitem(
+        loading._loaded, kernel.report.name, replace(kernel, functions={**kernel.functions, "fp8_fp4_mega_moe": run})
+    )
+    matrices = module.up, module.up_scale, module.down, module.down_scale
+    megamoe.experts(x, ids, weights, *matrices, group="two", limit=None, dtype=BF16)
+    (buffer,) = kernel.module.SymmBuffer.made
+    assert buffer.num_experts == 2 * E
+    assert buffer.topk_idx[:6, 0].tolist() == [0, E - 1, E, 2 * E - 1, -1, -1]
 
 
 @torch.no_grad()

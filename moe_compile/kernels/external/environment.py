@@ -64,6 +64,9 @@ class Environment:
         distributions: name of an installed distribution -> its version, of those in `DISTRIBUTIONS`.
         modules: importable modules, of those in `MODULES`.
         loaders: kernels for which the user has registered a loader.
+        local_kernels: what `LOCAL_KERNELS` says to the `kernels` package: repository -> folder, None for an entry that
+            names no folder.
+        offline: whether the `kernels` package looks into its cache alone (`HF_HUB_OFFLINE`).
     """
 
     cuda: bool = False
@@ -72,6 +75,8 @@ class Environment:
     distributions: Mapping[str, str] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
     loaders: frozenset[str] = frozenset()
+    local_kernels: Mapping[str, str | None] = field(default_factory=dict)
+    offline: bool = False
 
 
 def describe_environment(
@@ -88,7 +93,23 @@ def describe_environment(
         capability = torch.cuda.get_device_capability()
     variables = tuple(os.environ.get(name) for name in (*_CUDA_VARIABLES, "PATH"))
     toolkit, distributions, modules = _installed(variables, tuple(map(_stamp, sys.path)))
-    return Environment(cuda, capability, toolkit, distributions, modules, loaders)
+    local_kernels = parse_local_kernels(os.environ.get("LOCAL_KERNELS"))
+    return Environment(cuda, capability, toolkit, distributions, modules, loaders, local_kernels, _is_offline())
+
+
+def parse_local_kernels(text: str | None) -> dict[str, str | None]:
+    """Reads `LOCAL_KERNELS` as the `kernels` package does: "repository=folder", several of them separated by colons."""
+    entries = [] if text is None else [entry.partition("=") for entry in text.split(":")]
+    return {repository: folder if equals else None for repository, equals, folder in entries}
+
+
+def _is_offline() -> bool:
+    """Whether the hub's client is offline, which it decides when it is imported."""
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:
+        return bool(constants.HF_HUB_OFFLINE)
+    asked = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return asked.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _stamp(folder: str) -> tuple[str, int]:

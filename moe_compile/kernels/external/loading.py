@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from moe_compile.errors import KernelLoadError, KernelResultError, RegistrationError, RequirementError
-from moe_compile.kernels.external.environment import describe_environment
+from moe_compile.kernels.external.environment import describe_environment, parse_local_kernels
 from moe_compile.kernels.external.requirements import KERNELS, ExternalKernel, missing_requirements
 
 Loader = Callable[[], Any]
@@ -180,7 +180,8 @@ def _load(kernel: ExternalKernel) -> Loaded:
     raise RequirementError(
         f"loading {kernel.name}",
         f"no source offers it ({'; '.join(passed_over)})",
-        f"pip install kernels, or pip install {kernel.distributions[-1]}, or use another experts backend",
+        f"Let the `kernels` package fetch {kernel.hub.repo_id}, or pip install {kernel.distributions[-1]}, or use "
+        "another experts backend",
     )
 
 
@@ -228,7 +229,7 @@ def _from_kernels_package(kernel: ExternalKernel) -> tuple[Any, str | None]:
     except ModuleNotFoundError as error:
         raise _NotThereError("the package is not installed") from error
     pinned = {"version": kernel.hub.version, "revision": kernel.hub.revision}
-    local = f"{kernel.hub.repo_id}=" in os.environ.get("LOCAL_KERNELS", "")
+    local = kernel.hub.repo_id in parse_local_kernels(os.environ.get("LOCAL_KERNELS"))
     try:
         module = kernels.get_kernel(kernel.hub.repo_id, **{k: v for k, v in pinned.items() if v is not None})
     except Exception as error:

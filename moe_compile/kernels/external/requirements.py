@@ -121,9 +121,14 @@ def sources(name: str, environment: Environment) -> tuple[str, ...]:
     kernel = KERNELS[name]
     found = ["a registered loader"] if name in environment.loaders else []
     if "kernels" in environment.distributions:
+        folder = environment.local_kernels.get(kernel.hub.repo_id)
         pinned = (
             f"version {kernel.hub.version}" if kernel.hub.version is not None else f"revision {kernel.hub.revision}"
         )
+        if folder is not None:
+            pinned = f"in {folder} (LOCAL_KERNELS)"
+        elif environment.offline:
+            pinned += " from its cache alone (HF_HUB_OFFLINE)"
         found.append(f"{kernel.hub.repo_id} {pinned}, by kernels {environment.distributions['kernels']}")
     if kernel.module in environment.modules:
         versions = [
@@ -172,11 +177,25 @@ def check_source(kernel: ExternalKernel, environment: Environment) -> str | None
     )
 
 
+def check_local_kernels(kernel: ExternalKernel, environment: Environment) -> str | None:
+    """A `LOCAL_KERNELS` that the `kernels` package can read, if there is one."""
+    if kernel.name in environment.loaders or "kernels" not in environment.distributions:
+        return None
+    for entry, folder in environment.local_kernels.items():
+        if folder is None:
+            return (
+                f"{kernel.name} would be loaded by the `kernels` package, which cannot read LOCAL_KERNELS: its entry "
+                f"{entry!r} is not of the form repository=folder (several are separated by colons); correct or unset it"
+            )
+    return None
+
+
 def check_dependencies(kernel: ExternalKernel, environment: Environment) -> str | None:
     """The distributions that it is written with, new enough."""
     if kernel.name in environment.loaders:
         return None  # whoever loads it knows what it needs
-    from_hub = "kernels" in environment.distributions and kernel.module not in environment.modules
+    local = kernel.hub.repo_id in environment.local_kernels
+    from_hub = "kernels" in environment.distributions and (local or kernel.module not in environment.modules)
     for distribution, (for_hub, for_installed) in kernel.needs.items():
         wanted = for_hub if from_hub else for_installed
         found = environment.distributions.get(distribution)
@@ -210,7 +229,14 @@ def check_toolkit(kernel: ExternalKernel, environment: Environment) -> str | Non
     return None
 
 
-CHECKS: tuple[Check, ...] = (check_device, check_capability, check_source, check_dependencies, check_toolkit)
+CHECKS: tuple[Check, ...] = (
+    check_device,
+    check_capability,
+    check_source,
+    check_local_kernels,
+    check_dependencies,
+    check_toolkit,
+)
 
 
 def parse_version(text: str) -> tuple[int, ...]:
